@@ -1,0 +1,19 @@
+"""Triton implementations for AMD GPUs: what they can do, and their config spaces. None was run on one yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Staging
+
+LIGER_REGISTRY_API = (1, 0)
+
+
+def register(registry: Staging) -> None:
+    """Register the implementations; imports neither Triton nor torch."""
+    from liger_registry_rocm import rms_norm
+
+    for op in (rms_norm,):
+        for implementation in op.IMPLEMENTATIONS:
+            registry.register(implementation)

@@ -1,0 +1,70 @@
+"""The call of a handle, written out as source for each operation.
+
+A call reads what the choice depends on, looks it up and launches. Looping over inputs, or passing arguments on through
+``*args``, would cost more than all of that; so the code is made from the contract, once an operation.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from liger_registry.op import Op
+
+# What the choice depends on of each tensor. The types are in the key, so that a hit needs no check of them: only calls
+# with plain tensors are ever entered. The index stands for the device, -1 for the CPU: hashing a torch.device costs
+# twice as much, and of two kinds of accelerator no process has both.
+_FIELDS = ("type({0})", "{0}.shape", "{0}.dtype", "{0}.get_device()", "{0}.requires_grad")
+
+_TEMPLATE = """\
+def __call__(self, {parameters}, *lr_more, **lr_unknown):
+    if lr_compiling():
+        return self._library({names}, *lr_more, **lr_unknown)
+    try:
+        lr_key = ({fields}{options}lr_grad_enabled(), lr_deterministic(), lr_function_modes(), lr_dispatch_modes(),
+            lr_functorch(), lr_forward_ad._current_level, self._pinned())
+        lr_entry = self._memo[lr_key]
+    except KeyError:
+        return self._miss(lr_key, ({names}, *lr_more), lr_unknown)
+    except (TypeError, AttributeError):
+        return self._miss(None, ({names}, *lr_more), lr_unknown)
+    if lr_more or lr_unknown:
+        return self._miss(None, ({names}, *lr_more), lr_unknown)
+    if lr_entry.backward is None:
+        return lr_entry.run({inputs})
+    return lr_apply(lr_entry, {inputs})
+"""
+
+
+def make_call(op: Op, scope: Mapping[str, Any]) -> Callable[..., Any]:
+    """The ``__call__`` of an operation's handles.
+
+    Args:
+        op: the contract.
+        scope: the functions that the template calls, by their names in it.
+    """
+    required = [i.name for i in op.inputs if not i.optional]
+    parameters = [f"{i.name}=None" for i in op.inputs] + [f"{o.name}={o.default!r}" for o in op.options]
+    inputs = [i.name for i in op.inputs]
+    options = [o.name for o in op.options]
+    fields = "".join(
+        ", ".join(_FIELDS).format(name) + ", "
+        if name in required
+        else f"{name} if {name} is None else ({', '.join(_FIELDS).format(name)}), "
+        for name in inputs
+    )
+    source = _TEMPLATE.format(
+        parameters=", ".join(parameters),
+        names=", ".join([*inputs, *options]),
+        inputs=", ".join(inputs),
+        fields=fields,
+        options="".join(f"{name}, " for name in options),
+    )
+    filename = f"liger_registry/calls/{op.name}.py"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # so that tracebacks show it
+    namespace: dict[str, Any] = dict(scope)
+    exec(compile(source, filename, "exec"), namespace)  # made of identifiers that Op.check has seen
+    call: Callable[..., Any] = namespace["__call__"]
+    call.__doc__ = f"{op.doc}\n\nSee the contract of ``{op.name}`` for arguments and errors."
+    return call

@@ -1,0 +1,192 @@
+"""From what a user names (models, sizes, dtypes) to problem keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from liger_registry.architecture import PRESETS, Architecture
+from liger_registry.config import Fields, Scalar
+from liger_registry.errors import InvalidInputError, UnsupportedDtypeError, UnsupportedOptionError
+from liger_registry.op import Description, Op
+from liger_registry.problem import BACKWARD, FORWARD, PHASES, SCHEME, Problem
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Catalog
+
+MODELS_HELP = f"Model directories, config.json files, or presets: {', '.join(PRESETS)}."
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_dtypes(names: Iterable[str]) -> list[str]:
+    """The dtype names as given.
+
+    Raises:
+        UnsupportedDtypeError: one is no floating dtype that an operation is defined for.
+    """
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    found = [short.get(name, name.removeprefix("torch.")) for name in names]
+    for name in found:
+        if name not in DTYPES:
+            raise UnsupportedDtypeError(f"{name!r} is no dtype to measure", candidates=DTYPES, fix="name a candidate")
+    return found
+
+
+def counts(texts: Iterable[str], option: str) -> list[int]:
+    """The positive integers that an option was given.
+
+    Raises:
+        InvalidInputError: one is none.
+    """
+    found = list(texts)
+    for text in found:
+        if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 2**40:
+            raise InvalidInputError(
+                f"{option} {text} is no positive integer", fix=f"write {option} 4096, or a comma list"
+            )
+    return [int(text) for text in found]
+
+
+def needs_of(op: Op, description: Description, frozen: bool) -> tuple[bool, ...]:
+    """Which differentiable inputs need gradients in training: all that are there, but no frozen weights."""
+    return tuple(
+        description.dtypes.get(name) != "none" and not (frozen and _is_parameter(name)) for name in op.differentiable
+    )
+
+
+def _is_parameter(name: str) -> bool:
+    return name in ("weight", "bias") or name.endswith(("_weight", "_bias"))
+
+
+def held_budget(op: Op, problem: Problem, budget: int | None) -> int | None:
+    """The bytes beyond the outputs that a problem's implementations are held to: the user's, else the operation's."""
+    return budget if budget is not None else op.budget(problem)
+
+
+def problems_of(
+    op: Op, description: Description, needs: Sequence[bool], budget: int | None = None
+) -> Iterator[Problem]:
+    """Every choice that one call makes: forward and backward of each scheme, and the scheme where there are several.
+
+    Args:
+        op: the operation.
+        description: what the call looks like.
+        needs: which differentiable inputs need gradients.
+        budget: the user's memory budget in bytes; part of the key only where the operation declares one of its own.
+    """
+
+    def problem(phase: str, scheme: str) -> Problem:
+        wanted = () if phase == FORWARD else needs
+        bare = op.problem(description, phase, scheme, wanted)
+        if op.budget(bare) is None:
+            return bare
+        return op.problem(description, phase, scheme, wanted, held_budget(op, bare, budget))
+
+    for scheme in op.schemes:
+        yield problem(FORWARD, scheme.name)
+        if any(needs):
+            yield problem(BACKWARD, scheme.name)
+    if len(op.schemes) > 1 and any(needs):
+        yield problem(SCHEME, "")
+
+
+def model_problems(
+    catalog: Catalog,
+    architectures: Sequence[Architecture],
+    tokens: Sequence[int],
+    *,
+    ops: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    frozen: bool = False,
+    budget: int | None = None,
+) -> list[Problem]:
+    """The problems that models pose in training, each once, in the order of the models.
+
+    Args:
+        catalog: what is registered.
+        architectures: the models.
+        tokens: batch times sequence length, each.
+        ops: only these operations.
+        dtypes: instead of each model's own.
+        frozen: only inputs need gradients.
+        budget: the memory budget in bytes; None for each operation's own.
+
+    Raises:
+        UnknownOpError: there is no such operation.
+    """
+    wanted = [catalog.op(name) for name in ops] or catalog.ops()
+    found: dict[Problem, None] = {}
+    for architecture in architectures:
+        for dtype in dtypes or (architecture.dtype,):
+            for op in wanted:
+                for count in tokens:
+                    for description in op.calls(architecture, count, dtype):
+                        needs = needs_of(op, description, frozen)
+                        found.update(dict.fromkeys(problems_of(op, description, needs, budget)))
+    return list(found)
+
+
+def template(op: Op, dtype: str) -> Description | None:
+    """What a call of the operation looks like in some public model: which dims, dtypes and flags its key has."""
+    for preset in PRESETS.values():
+        for description in op.calls(preset, 4096, dtype):
+            return description
+    return None
+
+
+def described(op: Op, dims: Mapping[str, str], dtypes: Sequence[str], flags: Mapping[str, str]) -> Description:
+    """The description that a user wrote as texts; dtypes and options not given have their defaults.
+
+    Args:
+        op: the operation.
+        dims: sizes by name.
+        dtypes: ``bfloat16`` for all tensors, or ``weight=float32`` for one.
+        flags: options that are part of the key.
+
+    Raises:
+        InvalidInputError: a dim is unknown, missing or no positive integer.
+        UnsupportedDtypeError: a dtype that no operation takes.
+        UnsupportedOptionError: a flag that is not part of the key, or a value it does not take.
+    """
+    if unknown := [name for name in dims if name not in op.dims] or [name for name in op.dims if name not in dims]:
+        missing = unknown[0] in op.dims
+        raise InvalidInputError(
+            f"{op.name} {'needs the size' if missing else 'has no size'} {unknown[0]!r}",
+            candidates=op.dims,
+            fix=" ".join(f"--{name} N" for name in op.dims),
+        )
+    sizes: dict[str, Scalar] = {name: counts([text], f"--{name}")[0] for name, text in dims.items()}
+    common = check_dtypes([text for text in dtypes if "=" not in text][-1:]) or ["bfloat16"]
+    usual = template(op, common[0])
+    names: dict[str, Scalar] = dict(usual.dtypes) if usual else dict.fromkeys(op.differentiable, common[0])
+    for name, _, value in (text.partition("=") for text in dtypes if "=" in text):
+        if name not in names:
+            raise UnsupportedDtypeError(f"{op.name} has no tensor {name!r} in its key", candidates=names)
+        names[name] = "none" if value == "none" else check_dtypes([value])[0]
+    defaults = {option.name: option.default for option in op.options}
+    marks: dict[str, Scalar] = {n: defaults.get(n, value) for n, value in usual.flags.items()} if usual else {}
+    marks.update({name: _flag(op, name, value, marks) for name, value in flags.items()})
+    return Description(Fields(sizes), Fields(names), Fields(marks))
+
+
+def _flag(op: Op, name: str, text: str, known: Mapping[str, Scalar]) -> Scalar:
+    option = next((o for o in op.options if o.name == name), None)
+    if option is None or (known and name not in known):
+        raise UnsupportedOptionError(
+            f"{name!r} does not change which implementation of {op.name} is chosen", candidates=known
+        )
+    value: object = text
+    if option.kind is bool:
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    elif option.kind in (int, float):
+        with suppress(ValueError):  # the validation below says what it takes
+            value = option.kind(text)
+    return option.validate(op.name, value)
+
+
+def check_phase(phase: str | None) -> str | None:
+    """The phase as given; InvalidInputError if there is none of that name."""
+    if phase is not None and phase not in PHASES:
+        raise InvalidInputError(f"there is no phase {phase!r}", candidates=PHASES)
+    return phase

@@ -1,0 +1,99 @@
+"""Recorded launches of implementations for devices that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from liger_registry.config import Config
+from liger_registry.problem import BACKWARD, Problem
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Catalog
+    from liger_registry.device import Device
+    from liger_registry.implementation import Implementation
+    from liger_registry.op import Op
+    from liger_registry.records import LaunchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One config of one implementation, to be compiled for one device.
+
+    Attributes:
+        device: the device.
+        problem: the problem.
+        implementation: the implementation.
+        config: the config.
+        aligned: whether tensors lie at addresses divisible by 16.
+    """
+
+    device: Device
+    problem: Problem
+    implementation: Implementation
+    config: Config
+    aligned: bool
+
+    @property
+    def text(self) -> str:
+        """One line that names it."""
+        where = "" if self.aligned else " unaligned"
+        return f"{self.device.sku} {self.implementation.id}({self.config.text}) {self.problem.text}{where}"
+
+
+def jobs(catalog: Catalog, problems: Sequence[Problem], devices: Sequence[Device]) -> Iterator[Job]:
+    """Every legal config of every Triton implementation for the problems, aligned and unaligned.
+
+    Plain PyTorch compiles nothing of its own and is left out.
+    """
+    for device in devices:
+        for problem in problems:
+            if not problem.scheme:
+                continue
+            for implementation in catalog.implementations(problem.op, problem.scheme, problem.phase):
+                if implementation.capability.vendor not in (device.vendor, device.emulates):
+                    continue
+                if implementation.capability.why_not(problem, device) is not None:
+                    continue
+                for config in implementation.space.configs(problem, device):
+                    if implementation.why_illegal(config, problem, device) is None:
+                        yield Job(device, problem, implementation, config, True)
+                        yield Job(device, problem, implementation, config, False)
+
+
+def records_of(op: Op, job: Job) -> list[LaunchRecord]:
+    """What a config launches, recorded on tensors without memory."""
+    from liger_registry.launch import record
+
+    tensors, extra = _tensors(op, job.problem)
+    call = job.implementation.bind(job.config, job.device, op.options_of(job.problem), **extra)
+    with record(aligned=job.aligned) as records:
+        call(*tensors)
+    return records
+
+
+def _tensors(op: Op, problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a launch function on the meta device."""
+    import torch
+
+    # Strides of a contiguous example are what a model's tensors have.
+    inputs = op.example(problem, "meta", 0, "random")
+    if problem.phase != BACKWARD:
+        return inputs, {}
+    scheme = op.scheme(problem.scheme)
+    results = scheme.allocate(*inputs, **op.options_of(problem))
+    count = len(op.outputs)
+    gradients = tuple(torch.empty_like(y) for y in results[:count])
+    by_name = dict(zip((spec.name for spec in op.inputs), inputs, strict=True))
+    held = tuple(by_name[name] for name in scheme.saved_inputs)
+    return (*gradients, *held, *results[count:]), {"needs": op.needs(problem)}
+
+
+def sampled(found: Sequence[Job], count: int) -> list[Job]:
+    """At most ``count`` jobs, spread evenly over those found, and the same ones every time."""
+    if count >= len(found):
+        return list(found)
+    # Aligned and unaligned ones stand side by side: an even stride alone would see one kind only.
+    places = (index * len(found) // count for index in range(count))
+    return [found[min(place - place % 2 + index % 2, len(found) - 1)] for index, place in enumerate(places)]

@@ -1,0 +1,408 @@
+"""Choosing: from a problem on a device to one implementation and config, and where the answer came from.
+
+The tiers are asked in order and every answer is held against legality; the first that stands wins. All of this runs on
+a miss of the caller's memo only, so it keeps its whole trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from liger_registry.config import Config
+from liger_registry.errors import (
+    ConfigOutsideSpaceError,
+    NoImplementationError,
+    StrictMissError,
+    UnknownImplementationError,
+)
+from liger_registry.implementation import ANY, OWN_DISTRIBUTION, REFERENCE_ID, Capability, Implementation, source_hash
+from liger_registry.launch import triton_version
+from liger_registry.op import DimKind, Op
+from liger_registry.problem import BACKWARD, FORWARD, Problem
+from liger_registry.recompute import gradients
+from liger_registry.table import Choice, Stored, Table
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Catalog
+    from liger_registry.device import Device
+    from liger_registry.plan import Plan
+    from liger_registry.store import TableStore
+
+PINNED, PLAN, EXACT, STALE, NEAR = "pinned", "plan", "exact", "stale", "near"
+SHIPPED, SHIPPED_NEAR, SIBLING, HEURISTIC, REFERENCE = "shipped", "shipped-near", "sibling", "heuristic", "reference"
+TIERS = (PINNED, PLAN, EXACT, STALE, NEAR, SHIPPED, SHIPPED_NEAR, SIBLING, HEURISTIC, REFERENCE)
+# Answers from any other tier are misses.
+HITS = (PINNED, PLAN, EXACT, SHIPPED)
+USER, CLUSTER, SHIPPED_TABLES = "user", "cluster", "shipped"
+LENIENT = "pinned for both phases"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer for a problem on a device.
+
+    Attributes:
+        problem: the problem.
+        implementation: the implementation chosen.
+        config: its config.
+        source: the tier that answered.
+        detail: what of that tier, such as the sibling's SKU or the bucket that was near.
+    """
+
+    problem: Problem
+    implementation: Implementation
+    config: Config
+    source: str
+    detail: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """What a table or plan holds of it."""
+        return Choice(self.implementation.id, self.config)
+
+    def __str__(self) -> str:
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.implementation.id}({self.config.text}) source={self.source}{detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One answer that a tier gave, and what became of it.
+
+    Attributes:
+        tier: the tier.
+        choice: implementation id and config; empty where the tier had no answer.
+        accepted: whether it was taken.
+        reason: why not, or where it came from.
+    """
+
+    tier: str
+    choice: str
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under which terms a choice is made, beside problem and device.
+
+    Attributes:
+        pins: ``(op or op/phase, implementation, config or None)``, the first match counts.
+        deterministic: only deterministic implementations.
+        budget: bytes beyond the outputs; None for no limit.
+    """
+
+    pins: tuple[tuple[str, str, Config | None], ...] = ()
+    deterministic: bool = False
+    budget: int | None = None
+
+
+# Nothing pinned, nothing forbidden.
+FREE = Terms()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A store of tables and its rank in the search: ``user``, ``cluster`` or ``shipped``."""
+
+    kind: str
+    store: TableStore
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """Resolves problems against catalogue, plan and tables.
+
+    Attributes:
+        catalog: what is registered.
+        sources: the stores of tables, user cache first.
+        mode: ``lookup``, ``tune``, ``strict`` or ``off``.
+        plan: the frozen plan, once there is one.
+        on_miss: called with a missed problem, its device and the answer; in mode ``tune`` it may fill the user's table
+            and return True to have the tiers asked again.
+    """
+
+    catalog: Catalog
+    sources: Sequence[Source]
+    mode: str = "lookup"
+    plan: Plan | None = None
+    on_miss: Callable[[Problem, Device, Decision], bool] | None = None
+    _tuning: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def decide(
+        self, problem: Problem, device: Device, terms: Terms = FREE, trace: list[Considered] | None = None
+    ) -> Decision:
+        """The decision for a problem on a device.
+
+        Args:
+            problem: the problem.
+            device: the device.
+            terms: pins, determinism, budget.
+            trace: filled with every answer considered, if given; a traced question records no miss and tunes nothing.
+
+        Raises:
+            UnknownImplementationError: a pin names an implementation that is not there.
+            NoImplementationError: a pinned implementation cannot serve the problem.
+            StrictMissError: mode ``strict``, and only a miss would answer.
+        """
+        considered: list[Considered] = [] if trace is None else trace
+        decision = self._first(problem, device, terms, considered)
+        if decision.source in HITS or trace is not None:
+            return decision
+        if self.mode == "strict":
+            raise self._strict_miss(problem, device, decision)
+        if self.on_miss is None:
+            return decision
+        if self.mode != "tune":
+            self.on_miss(problem, device, decision)
+            return decision
+        with self._tuning:  # of several threads that miss one problem the first tunes, the others find its answer
+            decision = self._first(problem, device, terms, [])
+            if decision.source not in HITS and self.on_miss(problem, device, decision):
+                decision = self._first(problem, device, terms, [])
+            return decision
+
+    def decide_without_io(self, problem: Problem, device: Device, terms: Terms = FREE) -> Decision:
+        """The decision from pins, plan and heuristics alone: no table is read, no miss recorded (stream capture)."""
+        return replace(self, mode="off", sources=(), on_miss=None)._first(problem, device, terms, [])
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that are asked, in order."""
+        return TIERS if self._readable else (PINNED, PLAN, HEURISTIC, REFERENCE)
+
+    @property
+    def _readable(self) -> tuple[Source, ...]:
+        """The stores that may be read: after freeze() every rank decides by one rule, whatever tables it has."""
+        return () if self.mode == "off" or self.plan is not None else tuple(self.sources)
+
+    def _first(self, problem: Problem, device: Device, terms: Terms, considered: list[Considered]) -> Decision:
+        for tier, choice, detail in self._answers(problem, device, terms, self.tiers):
+            if (decision := self._judge(tier, choice, detail, problem, device, terms, considered)) is not None:
+                return decision
+            if tier == PINNED and detail != LENIENT:
+                raise self._cannot(choice.implementation, problem, considered[-1].reason)
+        implementation = reference_implementation(self.catalog.op(problem.op), problem)
+        considered.append(Considered(REFERENCE, implementation.id, True, "nothing else was legal"))
+        return Decision(problem, implementation, Config(), REFERENCE)
+
+    def _judge(
+        self,
+        tier: str,
+        choice: Choice,
+        detail: str,
+        problem: Problem,
+        device: Device,
+        terms: Terms,
+        considered: list[Considered],
+    ) -> Decision | None:
+        text = f"{choice.implementation}({choice.config.text})"
+        try:
+            if tier == PLAN and choice.implementation == REFERENCE_ID:
+                implementation = reference_implementation(self.catalog.op(problem.op), problem)
+            else:
+                implementation = self.catalog.find(problem.op, problem.scheme, problem.phase, choice.implementation)
+            config = implementation.space.parse(choice.config)
+        except (UnknownImplementationError, ConfigOutsideSpaceError) as error:
+            considered.append(Considered(tier, text, False, error.why or error.what))
+            return None
+        reason = implementation.why_illegal(config, problem, device, terms.budget, terms.deterministic)
+        # Another device's, another source's or nobody's measurement: a plugin must have passed verification here.
+        foreign = tier not in (PINNED, PLAN, EXACT) and not implementation.own
+        if reason is None and foreign and not self._verified(implementation, problem, device):
+            reason = "a plugin's implementation that was not verified on this device; `liger-tune warmup` does it"
+        considered.append(Considered(tier, text, reason is None, reason or detail))
+        return Decision(problem, implementation, config, tier, detail) if reason is None else None
+
+    # -- the tiers -------------------------------------------------------------------------------------------------
+
+    def _answers(
+        self, problem: Problem, device: Device, terms: Terms, tiers: Sequence[str]
+    ) -> Iterator[tuple[str, Choice, str]]:
+        """Every tier's answers in order, as ``(tier, choice, detail)``."""
+        for tier in tiers:
+            if tier == PINNED:
+                yield from self._pinned(problem, device, terms)
+            elif tier == PLAN:
+                if self.plan is not None and (choice := self.plan.get(device.fingerprint, problem)) is not None:
+                    yield tier, choice, f"plan {self.plan.digest[:12]}"
+            elif tier == SIBLING:
+                yield from self._siblings(problem, device)
+            elif tier == HEURISTIC:
+                yield from self._heuristics(problem, device, terms)
+            elif tier != REFERENCE:
+                yield from self._stored(tier, problem, device)
+
+    def _pinned(self, problem: Problem, device: Device, terms: Terms) -> Iterator[tuple[str, Choice, str]]:
+        for target, name, config in terms.pins:
+            op, _, phase = target.partition("/")
+            if op != problem.op or phase not in ("", problem.phase):
+                continue
+            there = self.catalog.implementations(problem.op, problem.scheme)
+            every = [i for i in there if name in (i.id, i.name)]
+            if every and not phase and problem.phase not in {i.phase for i in every}:
+                continue  # the name exists in the other phase alone, and the pin did not say which phase it means
+            named = [i for i in every if i.phase == problem.phase and i.capability.vendor in _vendors(device)]
+            # Without one for this device: the single one there is, or the error that names the candidates.
+            implementation = named[0] if named else self.catalog.find(problem.op, problem.scheme, problem.phase, name)
+            # A name that both phases have, pinned without a phase, is only a wish for backward.
+            lenient = not phase and problem.phase != FORWARD and any(i.phase == FORWARD for i in every)
+            if (reason := implementation.capability.why_not(problem, device)) is not None:
+                if lenient:
+                    continue
+                raise self._cannot(implementation.id, problem, reason)
+            chosen = config or self._best_config(implementation, problem, device, terms)
+            yield PINNED, Choice(implementation.id, chosen), LENIENT if lenient else target
+            if not lenient:
+                return
+
+    def _cannot(self, name: str, problem: Problem, reason: str) -> NoImplementationError:
+        return NoImplementationError(
+            f"the pinned implementation {name} cannot serve {problem.text}",
+            why=reason,
+            candidates=[i.id for i in self.catalog.implementations(problem.op, problem.scheme, problem.phase)],
+            fix="pin another, or none",
+        )
+
+    def _best_config(self, implementation: Implementation, problem: Problem, device: Device, terms: Terms) -> Config:
+        """The fastest measured config of a pinned implementation that is legal, else its heuristic's."""
+        best: tuple[float, Config] | None = None
+        planned = self.plan.get(device.fingerprint, problem) if self.plan is not None else None
+        if planned is not None and planned.implementation == implementation.id:
+            return planned.config
+        for source in self._readable:
+            for sample in source.store.load(device, problem.op).samples_of(problem):
+                config, time = sample.choice.config, sample.time_us
+                if sample.choice.implementation != implementation.id or sample.status != "ok" or time is None:
+                    continue
+                if (best is None or time < best[0]) and not implementation.why_illegal(
+                    config, problem, device, terms.budget
+                ):
+                    best = time, config
+        return implementation.heuristic(problem, device) if best is None else best[1]
+
+    def _stored(self, tier: str, problem: Problem, device: Device) -> Iterator[tuple[str, Choice, str]]:
+        shipped = tier in (SHIPPED, SHIPPED_NEAR)
+        for source in self.sources:
+            if (source.kind == SHIPPED_TABLES) is not shipped:
+                continue
+            table = source.store.load(device, problem.op)
+            if tier in (NEAR, SHIPPED_NEAR):
+                stored = table.near(problem, self.bucket_dims(problem))
+                detail = f"{source.kind}, measured at {stored.problem.dims.text}" if stored is not None else ""
+            else:
+                stored, detail = table.decision(problem), source.kind
+            if stored is None:
+                continue
+            stale = self.staleness(stored)
+            if (tier == EXACT and stale) or (tier == STALE and not stale):
+                continue
+            yield tier, stored.choice, f"{detail}, {stale}" if stale else detail
+
+    def _siblings(self, problem: Problem, device: Device) -> Iterator[tuple[str, Choice, str]]:
+        rank = {sku: n for n, sku in enumerate((device.sku, *device.siblings))}
+
+        def sku(table: Table) -> str:
+            return table.directory[2].rpartition("-")[0]
+
+        for near in (False, True):
+            for source in self.sources:
+                tables = source.store.siblings(device, problem.op)
+                for table in sorted(tables, key=lambda t: (rank.get(sku(t), len(rank)), t.directory)):
+                    stored = table.near(problem, self.bucket_dims(problem)) if near else table.decision(problem)
+                    if stored is not None:
+                        yield SIBLING, stored.choice, f"measured on {table.directory[2]}, {stored.problem.dims.text}"
+
+    def _heuristics(self, problem: Problem, device: Device, terms: Terms) -> Iterator[tuple[str, Choice, str]]:
+        for implementation in self.in_order(problem):
+            if implementation.capability.why_not(problem, device) is not None:
+                continue
+            yield HEURISTIC, Choice(implementation.id, implementation.heuristic(problem, device)), "untuned"
+
+    def in_order(self, problem: Problem) -> list[Implementation]:
+        """The implementations of a problem's phase in the order in which the heuristic tier tries them."""
+        order = {name: n for n, name in enumerate(self.catalog.op(problem.op).order.get(problem.phase, ()))}
+        there = self.catalog.implementations(problem.op, problem.scheme, problem.phase)
+        return sorted(there, key=lambda i: (not i.own, order.get(i.name, len(order))))
+
+    def _verified(self, implementation: Implementation, problem: Problem, device: Device) -> bool:
+        source = source_hash(implementation.launch)
+        tables = (s.store.load(device, problem.op) for s in self._readable if s.kind != SHIPPED_TABLES)
+        return any(table.verified(implementation, source) for table in tables)
+
+    def bucket_dims(self, problem: Problem) -> list[str]:
+        """The dims of a problem's key that are buckets."""
+        return [name for name, kind in self.catalog.op(problem.op).dims.items() if kind is DimKind.BUCKET]
+
+    def staleness(self, stored: Stored) -> str:
+        """What has changed since an entry was measured; empty if nothing that matters."""
+        problem = stored.problem
+        try:
+            implementation = self.catalog.find(problem.op, problem.scheme, problem.phase, stored.choice.implementation)
+        except UnknownImplementationError:
+            return "its implementation is gone"
+        changes = []
+        if implementation.capability.vendor != ANY and stored.provenance.triton != triton_version():
+            changes.append(f"measured with Triton {stored.provenance.triton}, this is {triton_version()}")
+        if stored.provenance.source != source_hash(implementation.launch):
+            changes.append("its source has changed since")
+        return "; ".join(changes)
+
+    def _strict_miss(self, problem: Problem, device: Device, decision: Decision) -> StrictMissError:
+        entries = [s for source in self._readable for s in source.store.load(device, problem.op).decisions.values()]
+        nearest = min(entries, key=lambda s: len(differences(problem, s.problem)), default=None)
+        why = [f"the best answer would be {decision}"]
+        if nearest is not None:
+            if different := differences(problem, nearest.problem):
+                why.append(f"the nearest entry differs in {', '.join(different)}")
+            if stale := self.staleness(nearest):
+                why.append(f"the nearest entry is stale: {stale}")
+        return StrictMissError(
+            f"no table answers {problem.text} on {device.fingerprint} exactly",
+            why="; ".join(why),
+            fix="`liger-tune warmup` for this model, or LIGER_TUNE_MODE=lookup",
+        )
+
+
+def _vendors(device: Device) -> tuple[str, ...]:
+    return (ANY, device.vendor, device.emulates)
+
+
+def differences(wanted: Problem, other: Problem) -> list[str]:
+    """The fields in which two problems differ, ``rows 4096/8192``."""
+    found = [
+        f"{n} {getattr(wanted, n)}/{getattr(other, n)}"
+        for n in ("scheme", "phase")
+        if getattr(wanted, n) != getattr(other, n)
+    ]
+    for part in ("dims", "dtypes", "flags"):
+        ours, theirs = getattr(wanted, part), getattr(other, part)
+        found += [
+            f"{k} {ours.get(k)}/{theirs.get(k)}" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)
+        ]
+    return found
+
+
+def reference_implementation(op: Op, problem: Problem) -> Implementation:
+    """The last tier: the contract's own plain PyTorch, its backward by recomputation under autograd."""
+    scheme = op.scheme(problem.scheme)
+    names, count = [i.name for i in op.inputs], len(op.outputs)
+
+    def forward(*inputs: object, device: Device, **options: object) -> tuple[object, ...]:
+        return scheme.reference(*inputs, **options)
+
+    def backward(*tensors: object, device: Device, needs: tuple[bool, ...], **options: object) -> tuple[object, ...]:
+        held: Mapping[str, object] = dict(zip(scheme.saved_inputs, tensors[count:], strict=False))
+        inputs = [held[name] for name in names]
+        asked = dict(zip(op.differentiable, needs, strict=True))
+        wanted = [asked.get(name, False) for name in names]
+        found = gradients(lambda *xs: op.reference(*xs, **options), inputs, tensors[:count], wanted)  # type: ignore[arg-type]
+        return tuple(g for name, g in zip(names, found, strict=True) if name in op.differentiable)
+
+    launch = {FORWARD: forward, BACKWARD: backward}[problem.phase]
+    return Implementation(
+        op.name, problem.phase, "reference", launch, scheme.name, capability=Capability(), distribution=OWN_DISTRIBUTION
+    )

@@ -1,0 +1,195 @@
+"""Why a choice was made: every tier that was asked, every candidate, and why each one lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from liger_registry.dispatch import FREE, HITS, TIERS, Considered, Decision, Dispatcher, Terms
+from liger_registry.implementation import Implementation
+from liger_registry.problem import Problem
+
+if TYPE_CHECKING:
+    from liger_registry.device import Device
+    from liger_registry.table import Sample
+
+CHOSEN, SLOWER, REJECTED, UNMEASURED = "chosen", "slower", "rejected", "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation with one config, and what became of it.
+
+    Attributes:
+        implementation: its id.
+        distribution: who registered it.
+        config: the config as text.
+        verdict: ``chosen``, ``slower``, ``rejected`` or ``not measured``.
+        reason: why it is not chosen.
+        time_us: its measured time in microseconds.
+        extra_bytes: its measured peak beyond the outputs, in bytes.
+    """
+
+    implementation: str
+    distribution: str
+    config: str
+    verdict: str
+    reason: str
+    time_us: float | None = None
+    extra_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The whole trace of one choice.
+
+    Attributes:
+        problem: the problem.
+        device: the device's fingerprint.
+        decision: the answer.
+        tiers: every answer that was considered, in order; tiers without an answer are not in it.
+        candidates: every implementation and measured config of the phase, the fastest first.
+    """
+
+    problem: Problem
+    device: str
+    decision: Decision
+    tiers: tuple[Considered, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def hit(self) -> bool:
+        """Whether a table, plan or pin answered exactly."""
+        return self.decision.source in HITS
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as plain JSON."""
+        return {
+            "op": self.problem.op,
+            "problem": self.problem.to_json(),
+            "device": self.device,
+            "decision": {
+                "implementation": self.decision.implementation.id,
+                "config": dict(self.decision.config),
+                "source": self.decision.source,
+                "detail": self.decision.detail,
+                "hit": self.hit,
+            },
+            "tiers": [asdict(tier) for tier in self.tiers],
+            "candidates": [asdict(candidate) for candidate in self.candidates],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem.text} on {self.device}", f"  -> {self.decision}", "  tiers:"]
+        lines += [f"    {'+' if t.accepted else '-'} {t.tier:13} {t.choice}  {t.reason}" for t in self.tiers]
+        lines.append("  candidates:")
+        for c in self.candidates:
+            time = f"{c.time_us:10.1f} us" if c.time_us is not None else " " * 13
+            size = f"{c.extra_bytes / 2**20:8.1f} MiB" if c.extra_bytes is not None else " " * 12
+            lines.append(f"    {c.verdict:12} {time} {size}  {c.implementation}({c.config})  {c.reason}".rstrip())
+        return "\n".join(lines)
+
+
+class Explanations(tuple[Explanation, ...]):
+    """The explanations of a call, one a phase; prints as text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(str(explanation) for explanation in self)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """All of them as plain JSON."""
+        return [explanation.to_json() for explanation in self]
+
+
+def explain(dispatcher: Dispatcher, problem: Problem, device: Device, terms: Terms = FREE) -> Explanation:
+    """Ask the tiers for a problem on a device and keep the trace; nothing is recorded or tuned."""
+    tiers: list[Considered] = []
+    decision = dispatcher.decide(problem, device, terms, tiers)
+    candidates = tuple(_candidates(dispatcher, decision, device, terms))
+    return Explanation(problem, device.fingerprint, decision, _with_silent_tiers(dispatcher, tiers), candidates)
+
+
+def _with_silent_tiers(dispatcher: Dispatcher, considered: list[Considered]) -> tuple[Considered, ...]:
+    """The trace with a line for each tier that was asked before the answer and had none."""
+    spoke = {c.tier for c in considered}
+    last = max((TIERS.index(c.tier) for c in considered if c.accepted), default=len(TIERS))
+    lines = []
+    for n, tier in enumerate(TIERS[: last + 1]):
+        lines += [c for c in considered if c.tier == tier]
+        if tier not in spoke and n < last:
+            lines.append(Considered(tier, "-", False, "no answer" if tier in dispatcher.tiers else "not asked"))
+    return tuple(lines)
+
+
+def _candidates(dispatcher: Dispatcher, decision: Decision, device: Device, terms: Terms) -> Iterator[Candidate]:
+    problem = decision.problem
+    measured = _samples(dispatcher, decision, device)
+    rows: list[Candidate] = []
+    for implementation in dispatcher.in_order(problem):
+        mine = [s for s in measured if s.choice.implementation == implementation.id]
+        reason = implementation.capability.why_not(problem, device)
+        if reason is None and terms.deterministic and not implementation.deterministic:
+            reason = "it is not deterministic, and torch.use_deterministic_algorithms is on"
+        if reason is not None:
+            rows.append(_row(implementation, "", REJECTED, reason))
+            continue
+        rows += [_measured(implementation, sample, decision, device, terms) for sample in mine]
+        chosen = decision.implementation.id == implementation.id
+        if chosen and decision.config not in [s.choice.config for s in mine]:
+            rows.append(_row(implementation, decision.config.text, CHOSEN, decision.source))
+        elif not mine:
+            config = implementation.heuristic(problem, device)
+            illegal = implementation.why_illegal(config, problem, device, terms.budget, terms.deterministic)
+            rows.append(
+                _row(
+                    implementation,
+                    config.text,
+                    REJECTED if illegal else UNMEASURED,
+                    illegal or "run `liger-tune warmup`",
+                )
+            )
+    best = {CHOSEN: 0, SLOWER: 1, UNMEASURED: 2, REJECTED: 3}
+    yield from sorted(rows, key=lambda c: (best[c.verdict], c.time_us if c.time_us is not None else float("inf")))
+
+
+def _samples(dispatcher: Dispatcher, decision: Decision, device: Device) -> list[Sample]:
+    """The samples behind a choice: of the problem itself, else of the nearest that the tables hold."""
+    problem = decision.problem
+    for source in dispatcher.sources:
+        table = source.store.load(device, problem.op)
+        if samples := list(table.samples_of(problem)):
+            return samples
+        stored = table.near(problem, dispatcher.bucket_dims(problem))
+        if stored is not None and (samples := list(table.samples_of(stored.problem))):
+            return samples
+    return []
+
+
+def _measured(
+    implementation: Implementation, sample: Sample, decision: Decision, device: Device, terms: Terms
+) -> Candidate:
+    config = sample.choice.config
+    illegal = implementation.why_illegal(config, decision.problem, device, terms.budget, terms.deterministic)
+    if sample.status != "ok":
+        verdict, reason = REJECTED, f"{sample.status}: {sample.detail}"
+    elif decision.implementation.id == implementation.id and decision.config == config:
+        verdict, reason = CHOSEN, decision.source
+    elif illegal is not None:
+        verdict, reason = REJECTED, illegal
+    else:
+        verdict, reason = SLOWER, sample.detail
+    return _row(implementation, config.text, verdict, reason, sample.time_us, sample.extra_bytes)
+
+
+def _row(
+    implementation: Implementation,
+    config: str,
+    verdict: str,
+    reason: str,
+    time_us: float | None = None,
+    extra_bytes: int | None = None,
+) -> Candidate:
+    return Candidate(implementation.id, implementation.distribution, config, verdict, reason, time_us, extra_bytes)

@@ -1,0 +1,84 @@
+"""The log of misses: what a real run asked for and no table answered, so that warmup can tune exactly that.
+
+Each problem is written once, as one line appended in a single write, so that ranks on one file system need no lock and
+a job that is killed loses nothing. The log is bounded; what does not fit is dropped, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+
+from liger_registry.errors import TableInvalidError, TableWarning
+from liger_registry.problem import Problem
+
+# 4,096 problems are some fifty models; a line is about 250 bytes.
+MOST, MOST_BYTES = 4096, 4 << 20
+
+
+class MissLog:
+    """Missed problems by device fingerprint, in memory and in one file.
+
+    Args:
+        path: the file; it and its directory are made on the first miss.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[tuple[str, Problem], None] | None = None
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def add(self, fingerprint: str, problem: Problem) -> None:
+        """Record a miss; a second one of the same problem, or one too many, is dropped."""
+        with self._lock:
+            known = self._load()
+            if (fingerprint, problem) in known or len(known) >= MOST:
+                return
+            known[fingerprint, problem] = None
+            line = json.dumps({"device": fingerprint, "op": problem.op, **problem.to_json()}, sort_keys=True)
+            self._append(line + "\n")
+
+    def all(self) -> list[tuple[str, Problem]]:
+        """The recorded misses, oldest first, those of earlier runs included."""
+        with self._lock:
+            return list(self._load())
+
+    def clear(self) -> None:
+        """Forget all misses."""
+        with self._lock:
+            self._known = {}
+            self.path.unlink(missing_ok=True)
+
+    def _load(self) -> dict[tuple[str, Problem], None]:
+        if self._known is None:
+            self._known = {}
+            try:
+                text = self.path.read_bytes()[:MOST_BYTES].decode("utf-8", "replace")
+            except OSError:
+                text = ""
+            for line in text.splitlines()[:MOST]:
+                try:
+                    entry = json.loads(line)
+                    self._known[str(entry["device"]), Problem.from_json(str(entry["op"]), entry)] = None
+                except (ValueError, KeyError, TypeError, RecursionError, TableInvalidError):
+                    continue  # a line cut short by a full disk, or not ours
+        return self._known
+
+    def _append(self, line: str) -> None:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            descriptor = os.open(self.path, flags, 0o600)
+            try:
+                if os.fstat(descriptor).st_size < MOST_BYTES:
+                    os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"misses cannot be recorded in {self.path}: {error}", TableWarning, stacklevel=2)

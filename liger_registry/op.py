@@ -1,0 +1,313 @@
+"""Operations as mathematical contracts.
+
+An ``Op`` says what is computed (a reference in plain PyTorch), which options there are, what a choice depends on (dims,
+dtypes, flags) and what passes from forward to backward (schemes). It says nothing of how: that is an implementation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from liger_registry.config import Fields, Scalar
+from liger_registry.errors import (
+    DeviceMismatchError,
+    InvalidInputError,
+    RegistrationError,
+    UnsupportedDtypeError,
+    UnsupportedOptionError,
+)
+from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem, bucket
+
+if TYPE_CHECKING:
+    import torch
+
+    from liger_registry.architecture import Architecture
+
+    Tensors = tuple[torch.Tensor | None, ...]
+
+
+# Keywords of launch functions and flags of problem keys, which inputs and options would hide.
+RESERVED = frozenset({"device", "needs", "budget"})
+
+
+class DimKind(Enum):
+    """How a size enters the problem key."""
+
+    EXACT = "exact"
+    BUCKET = "bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor an operation takes.
+
+    Attributes:
+        name: its name in signatures and problem keys.
+        optional: None may be given in its place.
+        differentiable: gradients flow to it.
+    """
+
+    name: str
+    optional: bool = False
+    differentiable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of an operation.
+
+    Attributes:
+        name: its keyword.
+        kind: the Python type of its values; an int is taken where a float is wanted.
+        default: the value if the caller gives none.
+        choices: the only values it takes, if it is an enumeration.
+        minimum: the least value, if it is a number.
+        doc: one sentence for the documentation.
+    """
+
+    name: str
+    kind: type
+    default: Scalar
+    choices: tuple[Scalar, ...] = ()
+    minimum: float | None = None
+    doc: str = ""
+
+    def validate(self, op: str, value: object) -> Scalar:
+        """``value`` as this option's kind.
+
+        Raises:
+            UnsupportedOptionError: of another kind, or not among the choices.
+        """
+        if self.kind is float and type(value) is int and abs(value) < 2**63:
+            value = float(value)
+        if not isinstance(value, bool | int | float | str) or type(value) is not self.kind:
+            why = f"it takes a {self.kind.__name__}, not {type(value).__name__} {value!r}"
+        elif self.choices and value not in self.choices:
+            why = f"{value!r} is not among its values"
+        elif value != value:
+            why = "NaN is no value"
+        elif self.minimum is not None and not (isinstance(value, int | float) and value >= self.minimum):
+            why = f"{value!r} is below {self.minimum}"
+        else:
+            return value
+        raise UnsupportedOptionError(
+            f"option {self.name!r} of {op} cannot be {value!r}",
+            why=why,
+            candidates=map(repr, self.choices or (self.default,)),
+            fix=f"pass {self.name}={self.default!r}, its default, or leave it out",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What passes from forward to backward.
+
+    Attributes:
+        name: ``default`` where there is one.
+        saved_inputs: inputs that backward reads.
+        saved: names of the extra tensors that forward returns behind the outputs, for backward alone.
+        allocate: ``(*inputs, **options)`` to empty tensors of the shapes, dtypes and device of ``outputs + saved``;
+            it decides nothing and reads no values, so it serves as the fake implementation too.
+        reference: ``(*inputs, **options)`` to ``outputs + saved`` in plain PyTorch.
+    """
+
+    name: str
+    saved_inputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    allocate: Callable[..., tuple[torch.Tensor, ...]]
+    reference: Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What one call looks like: actual sizes, dtype names, flags that change the code."""
+
+    dims: Fields
+    dtypes: Fields
+    flags: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """The contract of one operation.
+
+    Attributes:
+        name: such as ``rms_norm``.
+        inputs: the tensors it takes, in order.
+        options: its options, keyword or positional behind the inputs.
+        outputs: names of what it returns.
+        schemes: in the order in which an untuned choice tries them.
+        dims: how each size enters the key.
+        signature: ``(*inputs, *options)`` to ``(key, inputs)``: reads the few fields that the choice depends on; every
+            call runs it, so it is written out by hand for each operation. ``key`` is hashable, starts with the types
+            of the tensors, and holds shapes, dtypes, devices, ``requires_grad`` and all options.
+        validate: ``(inputs, options)``; raises if shapes or dtypes contradict the contract. Sizes may be symbolic.
+        describe: ``(inputs, options)``, validated, to a ``Description``.
+        reference: ``(*inputs, **options)`` in plain, differentiable PyTorch with the roundings of the model family.
+        magnitude: ``(inputs, grad_outputs, options)`` in float64 to a mapping from each output, saved tensor and
+            ``grad_<input>`` to the size of the terms it sums, element by element: what rounding errors scale with.
+        reduced: for each of those names the dims it is a sum over.
+        example: ``(problem, device, seed, style)`` to inputs for a problem; ``style`` is one of ``examples.STYLES``.
+        proxies: ``problem`` to smaller dims with the same code and a tail, for verification.
+        calls: ``(architecture, tokens, dtype)`` to what a model calls, as ``(description, options)``.
+        order: for each phase the implementations' names in the order in which the ``heuristic`` tier tries them.
+        budget: the default memory budget in bytes for a problem; None for no limit.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    options: tuple[Option, ...]
+    outputs: tuple[str, ...]
+    schemes: tuple[Scheme, ...]
+    dims: Mapping[str, DimKind]
+    signature: Callable[..., tuple[tuple[Any, ...], Tensors]]
+    validate: Callable[[Tensors, Mapping[str, Any]], None]
+    describe: Callable[[Tensors, Mapping[str, Any]], Description]
+    reference: Callable[..., Any]
+    magnitude: Callable[[Tensors, Tensors, Mapping[str, Any]], Mapping[str, torch.Tensor]]
+    reduced: Mapping[str, tuple[str, ...]]
+    example: Callable[[Problem, torch.device | str, int, str], Tensors]
+    proxies: Callable[[Problem], Sequence[Mapping[str, int]]]
+    calls: Callable[[Architecture, int, str], Iterable[Description]]
+    order: Mapping[str, tuple[str, ...]]
+    budget: Callable[[Problem], int | None] = field(default=lambda problem: None)
+    doc: str = ""
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The inputs that gradients flow to, in order."""
+        return tuple(i.name for i in self.inputs if i.differentiable)
+
+    def scheme(self, name: str) -> Scheme:
+        """The scheme of that name; LookupError if there is none."""
+        for scheme in self.schemes:
+            if scheme.name == name:
+                return scheme
+        raise LookupError(f"{self.name} has no scheme {name!r}")
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensors, dict[str, Scalar]]:
+        """The inputs and validated options of a call.
+
+        Raises:
+            UnsupportedOptionError: an argument the operation does not have, or a value the option does not take.
+            InvalidInputError: an input that is no tensor.
+            DeviceMismatchError: tensors on different devices.
+        """
+        signature = inspect.signature(self.signature)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UnsupportedOptionError(
+                f"{self.name} cannot be called like that",
+                why=str(error),
+                candidates=[i.name for i in self.inputs] + [o.name for o in self.options],
+                fix=f"call it as {self.name}({', '.join(map(str, signature.parameters.values()))})",
+            ) from None
+        bound.apply_defaults()
+        tensors = tuple(bound.arguments[i.name] for i in self.inputs)
+        for spec, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor is None and not spec.optional:
+                raise InvalidInputError(f"{spec.name} of {self.name} is missing", fix="pass a torch.Tensor")
+        self._check_tensors(tensors)
+        return tensors, {o.name: o.validate(self.name, bound.arguments[o.name]) for o in self.options}
+
+    def _check_tensors(self, tensors: Sequence[Any]) -> None:
+        import torch
+
+        devices = {}
+        for spec, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor is None and spec.optional:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidInputError(
+                    f"{spec.name} of {self.name} is no tensor",
+                    why=f"got {type(tensor).__name__}",
+                    fix="pass a torch.Tensor",
+                )
+            devices[spec.name] = tensor.device
+        if len(set(devices.values())) > 1:
+            raise DeviceMismatchError(
+                f"the tensors of {self.name} lie on different devices",
+                why=", ".join(f"{name} on {device}" for name, device in devices.items()),
+                fix="move them to one device before the call",
+            )
+
+    def problem(
+        self,
+        description: Description,
+        phase: str,
+        scheme: str = "",
+        needs: Sequence[bool] = (),
+        budget: int | None = None,
+    ) -> Problem:
+        """The problem key of a call.
+
+        Args:
+            description: what the call looks like.
+            phase: ``forward``, ``backward`` or ``scheme``.
+            scheme: the scheme, except in phase ``scheme``.
+            needs: for backward and scheme, which differentiable inputs need a gradient.
+            budget: the memory budget in bytes, which enters as its log2 class, rounded down.
+        """
+        dims = {n: bucket(v) if self.dims[n] is DimKind.BUCKET else v for n, v in description.dims.items()}  # type: ignore[arg-type]
+        flags: dict[str, Scalar] = dict(description.flags)
+        if phase != FORWARD:
+            flags["needs"] = ",".join(n for n, need in zip(self.differentiable, needs, strict=True) if need)
+        if budget is not None:
+            flags["budget"] = 1 << max(budget.bit_length() - 1, 0)
+        return Problem(
+            self.name, "" if phase == SCHEME else scheme, phase, Fields(dims), description.dtypes, Fields(flags)
+        )
+
+    def has(self, problem: Problem) -> bool:
+        """Whether a call can be such a problem: a table may hold those of another version of the contract."""
+        schemes = {scheme.name for scheme in self.schemes}
+        known = problem.op == self.name and problem.scheme in schemes and problem.phase in (FORWARD, BACKWARD)
+        return known and problem.dims.keys() == self.dims.keys()
+
+    def needs(self, problem: Problem) -> tuple[bool, ...]:
+        """Which differentiable inputs need a gradient in a backward problem, in order."""
+        named = str(problem.flags.get("needs", "")).split(",")
+        return tuple(name in named for name in self.differentiable)
+
+    def options_of(self, problem: Problem) -> dict[str, Scalar]:
+        """The options a problem fixes, with defaults for those that are not part of its key."""
+        return {o.name: problem.flags.get(o.name, o.default) for o in self.options}
+
+    def check(self) -> None:
+        """Raise RegistrationError if the contract contradicts itself."""
+        parameters = inspect.signature(self.signature).parameters
+        names = [i.name for i in self.inputs] + [o.name for o in self.options]
+        if not self.name.isidentifier():
+            raise RegistrationError(f"{self.name!r} is no name for an operation", fix="use an identifier")
+        if taken := RESERVED & set(names):
+            raise RegistrationError(f"op {self.name!r} uses reserved names", why=", ".join(sorted(taken)))
+        if list(parameters) != names:
+            raise RegistrationError(
+                f"the signature of op {self.name!r} does not take its inputs and options",
+                why=f"it takes ({', '.join(parameters)}), the contract has ({', '.join(names)})",
+            )
+        for option in self.options:
+            if parameters[option.name].default != option.default:
+                raise RegistrationError(f"option {option.name!r} of op {self.name!r} has two defaults")
+        if not self.schemes or {FORWARD, BACKWARD} - set(self.order):
+            raise RegistrationError(f"op {self.name!r} needs a scheme and an order of implementations for each phase")
+
+
+def dtype_name(tensor: torch.Tensor | None) -> str:
+    """The dtype's name in a problem key: ``bfloat16``; ``none`` for an absent tensor."""
+    return "none" if tensor is None else str(tensor.dtype)[6:]
+
+
+def check_dtype(op: str, tensor: torch.Tensor, allowed: Sequence[str], name: str) -> None:
+    """Raise UnsupportedDtypeError unless the tensor's dtype is allowed."""
+    if dtype_name(tensor) not in allowed:
+        raise UnsupportedDtypeError(
+            f"{op} is not defined for {name} of dtype {dtype_name(tensor)}",
+            candidates=allowed,
+            fix=f"cast {name} first, for example {name}.to(torch.bfloat16)",
+        )

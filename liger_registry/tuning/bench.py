@@ -1,0 +1,366 @@
+"""The bench: compiles, verifies and times candidates in its own process; what goes wrong becomes a status."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from liger_registry.compile import fits, target_of
+from liger_registry.compile_pool import compile_many
+from liger_registry.errors import CompileError
+from liger_registry.launch import record, triton_available
+from liger_registry.op import DimKind, Op
+from liger_registry.problem import BACKWARD, Problem
+from liger_registry.table import OK, WRONG
+from liger_registry.tuning.candidates import Candidate
+from liger_registry.tuning.cases import CaseCache, gradient
+from liger_registry.tuning.measure import CPU_CALL_S, CpuTimer, CudaTimer, Timer, extra_bytes, measure
+from liger_registry.tuning.verify import proxies_for, verify
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Catalog
+    from liger_registry.device import Device
+
+# Seconds between two looks at which other processes use the device.
+_LOOK_S = 5.0
+_GPU_FAULTS = ("CUDA error", "HIP error", "illegal memory access", "misaligned address", "device-side assert")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one candidate in one step.
+
+    Attributes:
+        status: that of a sample, such as ``ok`` or ``wrong``; empty for a candidate whose turn did not come.
+        detail: why it failed, in one line.
+        time_us: the median in microseconds.
+        noise: that median's relative uncertainty.
+        drift: the anchor's relative change during the block.
+        extra_bytes: the peak of memory beyond the results, in bytes.
+        poisoned: the process can no longer be trusted.
+        foreign: other processes use the device.
+    """
+
+    status: str
+    detail: str = ""
+    time_us: float | None = None
+    noise: float = 0.0
+    drift: float = 0.0
+    extra_bytes: int | None = None
+    poisoned: bool = False
+    foreign: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as plain JSON values."""
+        return asdict(self)
+
+
+class Runner(Protocol):
+    """What takes candidates through the steps: the bench itself, or the worker that holds one."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Versions and clocks, for provenance."""
+
+    def compile(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Outcome]:
+        """Compile ahead; not ok is what does not compile or fit."""
+
+    def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """About how long one call takes."""
+
+    def verify(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """Hold a candidate against the reference."""
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], budget_us: float) -> list[Outcome]:
+        """Time candidates in turn."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+def failure(error: BaseException) -> Outcome:
+    """The outcome that an exception means."""
+    text = f"{type(error).__name__}: {error}".strip()
+    line = " ".join(text.split())[:500]
+    name, module = type(error).__name__, type(error).__module__
+    if any(sign in text for sign in _GPU_FAULTS) and "out of memory" not in text:
+        return Outcome("crash", line, poisoned=True)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in text or "can't allocate" in text:
+        return Outcome("memory", line)
+    if name == "OutOfResources":
+        return Outcome("resources", line)
+    if isinstance(error, CompileError) or module.startswith("triton"):
+        return Outcome("compile", line)
+    return Outcome("error", line)
+
+
+class Bench:
+    """Runs candidates in this process.
+
+    Args:
+        catalog: where operations are looked up.
+        device: the device that decisions are for.
+        torch_device: where tensors lie.
+        clock: seconds, in place of the wall clock; CPU only.
+        processes: compile this many kernels at a time; None takes the number of usable cores, 32 at most.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        device: Device,
+        torch_device: torch.device | str,
+        clock: Callable[[], float] | None = None,
+        processes: int | None = None,
+    ) -> None:
+        self.catalog = catalog
+        self.device = device
+        self.torch_device = torch.device(torch_device)
+        self.processes = processes or min(32, _cores())
+        self.starting: Callable[[int], None] = lambda index: None
+        self._clock = clock
+        self._timer: Timer | None = None
+        self._cases = CaseCache()
+        self._tensors: tuple[Problem, tuple[Any, ...]] | None = None
+        self._looked, self._seen = -math.inf, False
+
+    def describe(self) -> Mapping[str, str]:
+        """Torch's version and, where ``nvidia-smi`` tells them, the driver's and the highest clocks."""
+        found = {"torch": torch.__version__, "driver": "", "clocks": ""}
+        line = _nvidia_smi(self.torch_device, "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem")
+        if line:
+            driver, _, clocks = line[0].partition(",")
+            found.update(driver=driver.strip(), clocks=f"max {' '.join(clocks.split())}")
+        return found
+
+    def compile(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Outcome]:
+        """Compile what each candidate launches, at the problem's sizes and the proxies', in a pool of processes."""
+        if self.torch_device.type != "cuda" or not triton_available():
+            return [Outcome(OK) for _ in candidates]
+        wanted: list[Any] = []
+        spans: list[Any] = []
+        for candidate in candidates:
+            try:
+                records = [r for p in self._sizes(problem, candidate) for r in self._record(p, candidate)]
+            except Exception as error:
+                spans.append(failure(error))
+                continue
+            spans.append(range(len(wanted), len(wanted) + len(records)))
+            wanted += records
+        compiled = compile_many(wanted, target_of(self.device), self.processes) if wanted else []
+        return [span if isinstance(span, Outcome) else self._fit([compiled[n] for n in span]) for span in spans]
+
+    def _sizes(self, problem: Problem, candidate: Candidate) -> list[Problem]:
+        op = self.catalog.op(problem.op)
+        proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
+        return [problem, *(problem.having(**dims) for dims in proxies)]
+
+    def _record(self, problem: Problem, candidate: Candidate) -> list[Any]:
+        tensors = self._arguments(self.catalog.op(problem.op), problem, torch.device("meta"))
+        with torch.no_grad(), record() as records:
+            self._bound(problem, candidate)(*tensors)
+        return list(records)
+
+    def _fit(self, found: Sequence[Any]) -> Outcome:
+        for compiled in found:
+            if isinstance(compiled, CompileError):
+                status = (
+                    "resources" if "OutOfResources" in compiled.why or "out of resource" in compiled.why else "compile"
+                )
+                return Outcome(status, " ".join(str(compiled).split())[:500])
+            if (reason := fits(compiled, self.device)) is not None:
+                return Outcome("resources", reason)
+        return Outcome(OK)
+
+    def verify(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """Hold a candidate against the reference."""
+        op = self.catalog.op(problem.op)
+        with self._caught() as caught:
+            implementation, config = candidate.implementation, candidate.config
+            found = verify(
+                op,
+                implementation,
+                config,
+                problem,
+                self.device,
+                self.torch_device,
+                cache=self._cases,
+                starting=lambda case: self.starting(0),
+            )
+            caught.append(Outcome(OK) if found.passed else Outcome(WRONG, found.detail[:500]))
+        return caught[0]
+
+    def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """About how long one call takes, from calls of growing size that end as soon as the answer is clear."""
+        op = self.catalog.op(problem.op)
+        buckets = {n: int(problem.dims[n]) for n, kind in op.dims.items() if kind is DimKind.BUCKET}  # type: ignore[arg-type]
+        largest = max(buckets.values(), default=1)
+        size = min(256, largest)
+        with self._caught() as caught:
+            while True:
+                small = problem.having(**{n: max(1, n_rows * size // largest) for n, n_rows in buckets.items()})
+                call = self._call(small, candidate)
+                call()
+                seconds = self._the_timer().time(call) * 1e-6 * (largest / size)
+                if size == largest or seconds > 4 * CPU_CALL_S:
+                    caught.append(Outcome(OK, time_us=seconds * 1e6))
+                    break
+                size = min(8 * size, largest)
+        self._forget()
+        return caught[0]
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], budget_us: float) -> list[Outcome]:
+        """Time candidates in turn; a failure fails the one that was starting, and the others are not timed."""
+        current = [0]
+
+        def starting(index: int) -> None:
+            current[0] = index
+            self.starting(index)
+
+        with self._caught() as caught:
+            calls = []
+            extras = []
+            for index, candidate in enumerate(candidates):
+                starting(index)
+                calls.append(self._call(problem, candidate))
+                calls[-1]()
+                extras.append(extra_bytes(calls[-1], self.torch_device))
+            with torch.no_grad():
+                block = measure(calls, self._the_timer(), budget_us, starting=starting)
+            foreign = self._foreign()
+            caught += [
+                Outcome(OK, "", t.time_us, t.noise, block.drift, extra, foreign=foreign)
+                for t, extra in zip(block.timings, extras, strict=True)
+            ]
+        if len(caught) == len(candidates) and caught[0].status == OK:
+            return caught
+        return [caught[0] if n == current[0] else Outcome("", "not timed") for n in range(len(candidates))]
+
+    def close(self) -> None:
+        """Let go of tensors, cases and the timer's buffers."""
+        self._cases.clear()
+        self._timer = None
+        self._forget()
+
+    @contextlib.contextmanager
+    def _caught(self) -> Iterator[list[Outcome]]:
+        """Turns an exception into the outcome it means; a list that already has outcomes is emptied first."""
+        outcomes: list[Outcome] = []
+        try:
+            yield outcomes
+        except Exception as error:
+            outcomes[:] = [failure(error)]
+            # The traceback holds the frames, and these the tensors.
+            error.__traceback__ = None
+        if outcomes[0].status == "memory":
+            self._cases.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._tensors = None
+        if self.torch_device.type == "cuda":
+            gc.collect()
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+
+    def _foreign(self) -> bool:
+        # nvidia-smi takes longer than a candidate does.
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked, self._seen = now, foreign_processes(self.torch_device)
+        return self._seen
+
+    def _the_timer(self) -> Timer:
+        if self._timer is None:
+            if self.torch_device.type == "cuda":
+                self._timer = CudaTimer(self.torch_device, self.device.limits.l2_bytes)
+            else:
+                self._timer = CpuTimer() if self._clock is None else CpuTimer(self._clock)
+        return self._timer
+
+    def _bound(self, problem: Problem, candidate: Candidate) -> Callable[..., tuple[Any, ...]]:
+        op = self.catalog.op(problem.op)
+        needs = op.needs(problem) if problem.phase == BACKWARD else None
+        return candidate.implementation.bind(candidate.config, self.device, op.options_of(problem), needs)
+
+    def _call(self, problem: Problem, candidate: Candidate) -> Callable[[], Any]:
+        """A call on tensors of the problem's sizes, which are kept until another problem's are wanted."""
+        if self._tensors is None or self._tensors[0] != problem:
+            self._forget()
+            self._tensors = problem, self._arguments(self.catalog.op(problem.op), problem, self.torch_device)
+        bound, tensors = self._bound(problem, candidate), self._tensors[1]
+
+        def call() -> Any:  # noqa: ANN401
+            with torch.no_grad():
+                return bound(*tensors)
+
+        return call
+
+    def _arguments(self, op: Op, problem: Problem, device: torch.device) -> tuple[Any, ...]:
+        inputs = op.example(problem, device, 0, "random")
+        if problem.phase != BACKWARD:
+            return inputs
+        scheme, options, count = op.scheme(problem.scheme), op.options_of(problem), len(op.outputs)
+        with torch.no_grad():
+            if device.type == "meta":
+                results = scheme.allocate(*inputs, **options)
+            elif scheme.saved:
+                results = scheme.reference(*inputs, **options)
+            else:
+                results = scheme.allocate(*inputs, **options)
+            grads = tuple(
+                (torch.empty_like(y) if device.type == "meta" else gradient(y.shape, y.dtype, device, 1 + n, "random"))
+                if y.is_floating_point()
+                else None
+                for n, y in enumerate(results[:count])
+            )
+        there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
+        return (*grads, *(there[name] for name in scheme.saved_inputs), *results[count:])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def foreign_processes(torch_device: torch.device) -> bool:
+    """Whether processes other than this one and its parent compute on a GPU; False where nobody can tell."""
+    lines = _nvidia_smi(torch_device, "--query-compute-apps=pid")
+    pids = {int(line) for line in lines if line.strip().isdigit()}
+    # In a container the tool names other numbers, or none: only a list that has this process can be read.
+    return os.getpid() in pids and bool(pids - {os.getpid(), os.getppid()})
+
+
+def _nvidia_smi(torch_device: torch.device, query: str) -> list[str]:
+    if torch_device.type != "cuda" or torch.version.hip:
+        return []
+    try:
+        uuid = str(getattr(torch.cuda.get_device_properties(torch_device), "uuid", ""))
+        target = ["-i", f"GPU-{uuid}"] if uuid else []
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader", *target],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def resolve(catalog: Catalog, problem: Problem, implementation: str, config: Mapping[str, Any]) -> Candidate:
+    """The candidate that an id and config fields name.
+
+    Raises:
+        RegistryError: this catalogue does not have it.
+    """
+    found = catalog.find(problem.op, problem.scheme, problem.phase, implementation)
+    return Candidate(found, found.space.parse(config))

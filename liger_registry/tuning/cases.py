@@ -1,0 +1,306 @@
+"""Cases: inputs of one style, and what every result of them should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from liger_registry.config import Scalar
+from liger_registry.errors import RegistryError
+from liger_registry.examples import STYLES, fill
+from liger_registry.op import Op, Scheme
+from liger_registry.problem import BACKWARD, Problem
+from liger_registry.tuning.layouts import place
+
+if TYPE_CHECKING:
+    Tensors = tuple[torch.Tensor | None, ...]
+
+# Layout of inputs and of gradients by style; a gradient often comes expanded (`y.sum()`), transposed or as a slice.
+_LAYOUTS = {
+    "random": ("guarded", "guarded"),
+    "tail": ("guarded", "padded"),
+    "spike": ("guarded", "scalar"),
+    "tiny": ("guarded", "transposed"),
+    "shifted": ("padded", "rows"),
+    "zeros": ("guarded", "guarded"),
+}
+
+
+# Above this product of dims only some styles are tried.
+LARGE, FEW = 1 << 22, ("random", "tail")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One set of inputs and the right results.
+
+    Attributes:
+        label: names it in verdicts.
+        problem: with the actual sizes.
+        options: the operation's options.
+        inputs: the operation's inputs.
+        grad_outputs: one for each output; None for an output without gradient.
+        saved: what backward gets from forward, by the contract's own formula.
+        truth: results by name in float64: outputs, saved tensors, ``grad_<input>``.
+        formula: the same by the model's own formula in its dtypes.
+        magnitude: the size of the terms each element sums.
+        buffers: the memory that inputs, gradients and saved tensors lie in.
+    """
+
+    label: str
+    problem: Problem
+    options: Mapping[str, Scalar]
+    inputs: Tensors
+    grad_outputs: Tensors
+    saved: tuple[torch.Tensor, ...]
+    truth: Mapping[str, torch.Tensor]
+    formula: Mapping[str, torch.Tensor]
+    magnitude: Mapping[str, torch.Tensor]
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The memory it holds."""
+        held = (*self.buffers, *self.truth.values(), *self.formula.values(), *self.magnitude.values())
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+def evaluate(
+    op: Op,
+    inputs: Tensors,
+    options: Mapping[str, Any],
+    grad_outputs: Tensors | None = None,
+    dtype: torch.dtype | None = None,
+    scheme: Scheme | None = None,
+) -> dict[str, torch.Tensor]:
+    """Everything the operation computes, in plain PyTorch.
+
+    Args:
+        op: the operation.
+        inputs: its inputs.
+        options: its options.
+        grad_outputs: the gradient of each output; None leaves the gradients out.
+        dtype: what floating tensors are cast to first: ``torch.float64`` gives the truth, None the model's own formula.
+        scheme: whose saved tensors; the operation's first by default.
+
+    Returns:
+        Outputs by name, saved tensors by name, and ``grad_<input>`` for each differentiable input that is there.
+    """
+    scheme = op.schemes[0] if scheme is None else scheme
+    inputs = tuple(_cast(x, dtype) for x in inputs)
+    # Which inputs get a gradient is decided by the contract, not by what the caller's tensors say.
+    leaves = tuple(
+        x.detach().requires_grad_(grad_outputs is not None) if x is not None and _wanted(op, spec.name, x) else x
+        for spec, x in zip(op.inputs, inputs, strict=True)
+    )
+    with torch.enable_grad():
+        outputs = op.reference(*leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = {name: y.detach() for name, y in zip(op.outputs, outputs, strict=True)}
+    with torch.no_grad():
+        saved = scheme.reference(*inputs, **options)[len(op.outputs) :]
+    results.update(zip(scheme.saved, saved, strict=True))
+    if grad_outputs is None:
+        return results
+    pairs = [
+        (y, _cast(g, dtype)) for y, g in zip(outputs, grad_outputs, strict=True) if y.requires_grad and g is not None
+    ]
+    wanted = {i.name: x for i, x in zip(op.inputs, leaves, strict=True) if x is not None and x.requires_grad}
+    if pairs and wanted:
+        ys, gs = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, tuple(wanted.values()), gs, allow_unused=True, materialize_grads=True)
+        results.update({f"grad_{name}": g for name, g in zip(wanted, found, strict=True)})
+    return results
+
+
+def _wanted(op: Op, name: str, tensor: torch.Tensor) -> bool:
+    return name in op.differentiable and tensor.is_floating_point()
+
+
+def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    if tensor is None or dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
+
+
+def gradient(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int, style: str) -> torch.Tensor:  # noqa: ANN401
+    """A gradient of the given style; that of a scalar is an odd number of order one."""
+    if len(shape) == 0:
+        return torch.tensor(0.7 + 0.01 * (seed % 7), dtype=dtype, device=device)
+    # Gradients are not normal numbers times 1e-3 with an offset: only where the weight lies matters here.
+    return fill(tuple(shape), dtype, device, seed, style if style in ("random", "tail", "spike") else "random")
+
+
+def make_case(
+    op: Op,
+    scheme: Scheme,
+    problem: Problem,
+    style: str,
+    seed: int,
+    device: Any,  # noqa: ANN401
+    *,
+    options: Mapping[str, Scalar] | None = None,
+    layouts: tuple[str, str] | None = None,
+    reshape: Callable[[Tensors], Tensors] | None = None,
+    label: str = "",
+) -> Case:
+    """A case for a problem's actual sizes.
+
+    Args:
+        op: the operation.
+        scheme: the scheme whose saved tensors count.
+        problem: its dims are the actual sizes.
+        style: one of ``examples.STYLES``.
+        seed: fixes the values.
+        device: torch's device.
+        options: in place of those the problem fixes.
+        layouts: of inputs and gradients, in place of the style's own.
+        reshape: gives the inputs other shapes for the same problem.
+        label: in place of one made of sizes and style.
+    """
+    options = op.options_of(problem) if options is None else options
+    input_layout, grad_layout = layouts or _LAYOUTS.get(style, ("guarded", "guarded"))
+    raw = op.example(problem, device, seed, style)
+    raw = raw if reshape is None else reshape(raw)
+    buffers: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor | None, layout: str) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        view, buffer = place(tensor, layout)
+        buffers.append(buffer)
+        return view
+
+    inputs = tuple(put(x, input_layout) for x in raw)
+    formula = evaluate(op, inputs, options, scheme=scheme)
+    grads: Tensors = tuple(
+        put(gradient(y.shape, y.dtype, device, seed + 100 + i, style), grad_layout) if y.is_floating_point() else None
+        for i, y in enumerate(formula[name] for name in op.outputs)
+    )
+    # A transposed gradient has its tail in another place of memory; what counts is that all see the same values.
+    asked = grads if problem.phase == BACKWARD else None
+    if asked is not None:
+        formula = evaluate(op, inputs, options, asked, scheme=scheme)
+    truth = evaluate(op, inputs, options, asked, torch.float64, scheme)
+    wide = tuple(_cast(x, torch.float64) for x in inputs)
+    with torch.no_grad():
+        sizes = op.magnitude(wide, tuple(_cast(g, torch.float64) for g in grads), options)
+    saved = tuple(v for v in (put(formula[name], "guarded") for name in scheme.saved) if v is not None)
+    return Case(
+        label=label or f"{problem.dims.text} {style}",
+        problem=problem,
+        options=options,
+        inputs=inputs,
+        grad_outputs=grads,
+        saved=saved,
+        truth=truth,
+        formula=formula,
+        magnitude={name: sizes.get(name, value.abs()) for name, value in truth.items()},
+        buffers=tuple(buffers),
+    )
+
+
+def reduced(op: Op, name: str, problem: Problem) -> int:
+    """How many terms a result sums in a problem of actual sizes."""
+    sizes: list[int] = [getattr(problem, dim) for dim in op.reduced.get(name, ())]
+    return math.prod(sizes)
+
+
+def other_options(op: Op, problem: Problem, inputs: Tensors) -> dict[str, Scalar] | None:
+    """Options that differ from the defaults in every number that is not part of the key; None if there are none.
+
+    A candidate that ignores an option agrees with the reference for as long as the option has its default.
+    """
+    changed = {
+        o.name: o.default + 0.5 for o in op.options if o.name not in problem.flags and isinstance(o.default, float)
+    }
+    if not changed:
+        return None
+    options = {**op.options_of(problem), **changed}
+    try:
+        op.validate(inputs, options)
+        described = op.describe(inputs, options)
+    except RegistryError:
+        return None  # not a combination the operation takes
+    alike = all(problem.flags.get(name) == value for name, value in described.flags.items())
+    return options if alike else None
+
+
+class CaseCache:
+    """Cases that several candidates share, up to a number of bytes; the worker holds one."""
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        self._max = max_bytes
+        self._bytes = 0
+        self._cases: dict[tuple[Any, ...], list[Case]] = {}
+
+    def get(
+        self,
+        op: Op,
+        problem: Problem,
+        proxies: Sequence[Mapping[str, int]],
+        styles: Sequence[str],
+        seed: int,
+        device: Any,  # noqa: ANN401
+    ) -> Sequence[Callable[[], Case]]:
+        """The cases of a problem's proxies, each made when it is called for."""
+        key = (problem.op, tuple(problem.having(**dims) for dims in proxies), tuple(styles), seed, str(device))
+        if key not in self._cases:
+            # Problems come one after the other: another one's cases are not asked for again soon.
+            self.clear()
+            self._cases[key] = []
+        known = self._cases[key]
+        makers = _makers(op, problem, proxies, styles, seed, device)
+
+        def at(index: int) -> Case:
+            if index < len(known):
+                return known[index]
+            case = makers[index]()
+            if index == len(known) and self._bytes + case.bytes <= self._max:
+                known.append(case)
+                self._bytes += case.bytes
+            return case
+
+        return [lambda index=index: at(index) for index in range(len(makers))]  # type: ignore[misc]
+
+    def clear(self) -> None:
+        """Let go of everything held."""
+        self._cases.clear()
+        self._bytes = 0
+
+
+def _sizes(problem: Problem) -> list[int]:
+    return [int(getattr(problem, name)) for name in problem.dims]
+
+
+def _makers(
+    op: Op,
+    problem: Problem,
+    proxies: Sequence[Mapping[str, int]],
+    styles: Sequence[str],
+    seed: int,
+    device: Any,  # noqa: ANN401
+) -> list[Callable[[], Case]]:
+    scheme = op.scheme(problem.scheme)
+    makers: list[Callable[[], Case]] = []
+    for dims in proxies:
+        small = problem.having(**dims)
+        # Sizes that only large configs need: a few styles of them keep one candidate within seconds on a CPU.
+        for style in styles if math.prod(_sizes(small)) <= LARGE else [s for s in styles if s in FEW] or styles:
+            # The style's own number keeps the values of one style the same, whichever others are asked for.
+            own = seed + 1000 * STYLES.index(style)
+            makers.append(lambda p=small, s=style, n=own: make_case(op, scheme, p, s, n, device))  # type: ignore[misc]
+    if proxies and makers and math.prod(_sizes(problem.having(**proxies[0]))) <= LARGE:
+        small = problem.having(**proxies[0])
+        options = other_options(op, small, op.example(small, device, seed, "random"))
+        if options is not None:
+            text = ",".join(f"{k}={v}" for k, v in options.items() if v != op.options_of(small)[k])
+            label = f"{small.dims.text} {text}"
+            makers.append(
+                lambda: make_case(op, scheme, small, "random", seed + 7, device, options=options, label=label)
+            )
+    return makers

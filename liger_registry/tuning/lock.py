@@ -1,0 +1,60 @@
+"""One tuner a device: two that measure side by side would measure each other."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from liger_registry.errors import TuningBusyError
+
+
+def device_name(torch_device: torch.device | str) -> str:
+    """What a device is called whichever processes see it under whichever index: its PCI bus, else ``cpu``."""
+    place = torch.device(torch_device)
+    if place.type != "cuda":
+        return place.type
+    properties = torch.cuda.get_device_properties(place)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in parts:
+        return "pci-" + "-".join(f"{part:x}" for part in parts)
+    return re.sub(r"[^0-9a-zA-Z-]", "", str(getattr(properties, "uuid", f"cuda-{place.index or 0}")))
+
+
+@contextlib.contextmanager
+def device_lock(torch_device: torch.device | str, timeout_s: float = 60.0) -> Iterator[Path]:
+    """Hold the device for this process.
+
+    Args:
+        torch_device: the device.
+        timeout_s: how long to wait for another tuner; negative waits for as long as it takes.
+
+    Raises:
+        TuningBusyError: another process holds it still.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in many containers
+        user = "user"
+    directory = Path(tempfile.gettempdir()) / f"liger-registry-{re.sub(r'[^0-9a-zA-Z._-]', '_', user)}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / f"tuning-{device_name(torch_device)}.lock"
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout_s)
+    except Timeout:
+        raise TuningBusyError(
+            f"another process is tuning on {torch_device}",
+            why=f"it has held {path} for more than {timeout_s:g} s",
+            fix="wait until it is done, or tune on another device",
+        ) from None
+    try:
+        yield path
+    finally:
+        lock.release()

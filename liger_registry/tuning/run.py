@@ -1,0 +1,324 @@
+"""One tuning run: what is known, what is missing, and the decision for each problem."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from liger_registry.implementation import ANY, OWN_DISTRIBUTION, Implementation, source_hash
+from liger_registry.launch import triton_version
+from liger_registry.problem import SCHEME, Problem
+from liger_registry.table import NOISY, OK, Choice, Provenance, Sample, Stored
+from liger_registry.tuning.bench import Outcome, Runner
+from liger_registry.tuning.candidates import Candidate, candidates
+from liger_registry.tuning.measure import CPU_CALL_S, DRIFT
+from liger_registry.tuning.report import DEFAULT, FAILED, NOISE, NOTHING, REUSED, TOO_SLOW, TUNED, UNTUNED, Row
+from liger_registry.tuning.schemes import GAIN, scheme_row
+from liger_registry.tuning.verify import proxies_for
+
+if TYPE_CHECKING:
+    from liger_registry.catalog import Catalog
+    from liger_registry.device import Device
+    from liger_registry.store import TableStore
+
+#: In a block that stayed noisy the gain must exceed the noise by this factor. A factor, not a ban: the clock of a
+#: shared CPU is never quiet, and a default that is three times as slow is still worth replacing there.
+NOISY_FACTOR = 3.0
+FINALISTS = 3
+# Microseconds of samples of one candidate in the first look and in the final; each round between takes double.
+QUICK_US, FINAL_US = 20_000.0, 100_000.0
+_ATTEMPTS = 3
+_BATCH = 8
+_TIMED = (OK, NOISY)
+
+
+class OutOfTime(Exception):
+    """The run's time is up."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of one run; ``tune`` makes one.
+
+    Attributes:
+        catalog: what is registered.
+        device: the device that decisions are for.
+        store: where samples and decisions go.
+        protocol: how it is measured.
+        start: makes what runs candidates; called when the first one is to run.
+        deadline: of ``time.monotonic``.
+        force: measure everything anew.
+        telling: told what is being done.
+    """
+
+    catalog: Catalog
+    device: Device
+    store: TableStore
+    protocol: str
+    start: Callable[[], Runner]
+    deadline: float | None = None
+    force: bool = False
+    telling: Callable[[str], None] = lambda text: None
+    _runner: Runner | None = None
+    _about: Mapping[str, str] = field(default_factory=dict)
+    _rows: dict[Problem, Row] = field(default_factory=dict)
+    _verified: dict[object, Outcome] = field(default_factory=dict)
+
+    def tune(self, problem: Problem) -> Row:
+        """The row of a problem, whose samples and decision are persisted by then."""
+        if problem not in self._rows:
+            self._rows[problem] = scheme_row(self, problem) if problem.phase == SCHEME else self._phase(problem)
+        return self._rows[problem]
+
+    # -- one phase -------------------------------------------------------------------------------------------------
+
+    def _phase(self, problem: Problem) -> Row:
+        found = candidates(self.catalog, problem, self.device)
+        default = found.default
+        if default is None:
+            return Row(problem, NOTHING, detail="; ".join(f"{r.choice}: {r.reason}" for r in found.rejected)[:500])
+        legal = {c.choice: c for c in found.legal}
+        known = {} if self.force else self._known(problem, legal)
+        missing = [c for choice, c in legal.items() if choice not in known]
+        stored = None if self.force else self._stored(problem, legal, default)
+        row = Row(problem, REUSED, default=default.choice, reused=len(known))
+        first = known.get(default.choice)
+        if first is not None and first.detail.startswith(TOO_SLOW):
+            return replace(row, status=TOO_SLOW, detail=first.detail)
+        if stored is not None and not missing:
+            return replace(row, choice=stored.choice, time_us=stored.time_us, default_us=stored.default_us)
+        try:
+            if (
+                first is None
+                and self.device.vendor in ("cpu", "interpreter")
+                and (slow := self._too_slow(problem, default))
+            ):
+                return replace(row, status=TOO_SLOW, detail=slow)
+            new = self._first_look(problem, missing)
+            row = replace(row, measured=len(new))
+            known.update(new)
+            return self._decide(problem, legal, default, known, set(new), stored, row)
+        except OutOfTime:
+            return replace(row, status=UNTUNED, detail="the time was up")
+
+    def _known(self, problem: Problem, legal: Mapping[Choice, Candidate]) -> dict[Choice, Sample]:
+        samples = self.store.load(self.device, problem.op).samples_of(problem, self.protocol)
+        return {
+            s.choice: s
+            for s in samples
+            if s.choice in legal and self._fresh(s.provenance, legal[s.choice].implementation)
+        }
+
+    def _stored(self, problem: Problem, legal: Mapping[Choice, Candidate], default: Candidate) -> Stored | None:
+        stored = self.store.load(self.device, problem.op).decision(problem, self.protocol)
+        if stored is None or stored.choice not in legal or not stored.noise >= 0:
+            return None
+        fresh = self._fresh(stored.provenance, legal[stored.choice].implementation)
+        # Another default than today's: the gain it was chosen for is another one too.
+        return stored if fresh and stored.default in legal and legal[stored.default].heuristic else None
+
+    def _fresh(self, provenance: Provenance, implementation: Implementation) -> bool:
+        # Plain PyTorch is the same with any Triton; the dispatcher judges staleness alike.
+        triton = implementation.capability.vendor == ANY or provenance.triton == triton_version()
+        return triton and provenance.source == source_hash(implementation.launch)
+
+    def _too_slow(self, problem: Problem, default: Candidate) -> str:
+        if self.device.vendor not in ("cpu", "interpreter"):
+            return ""
+        self._check_time(f"probing {default}")
+        outcome = self._ready().probe(problem, default)
+        if outcome.status == OK and outcome.time_us is not None and outcome.time_us * 1e-6 > CPU_CALL_S:
+            text = f"{TOO_SLOW}: one call would take {outcome.time_us * 1e-6:.1f} s"
+            # Kept as a sample, so that the next run need not find out again.
+            self._record(problem, [(default, Outcome("timeout", text))])
+            return text
+        return ""
+
+    def _first_look(self, problem: Problem, missing: Sequence[Candidate]) -> dict[Choice, Sample]:
+        """Verify and time each candidate on its own; each sample is persisted before the next candidate begins."""
+        if not missing:
+            return {}
+        self._check_time(f"compiling {len(missing)} candidates")
+        found: dict[Choice, Sample] = {}
+        ready: list[Candidate] = []
+        for candidate, outcome in zip(missing, self._ready().compile(problem, missing), strict=True):
+            # One that died while compiling says nothing of the others: these compile as they run.
+            if outcome.status in (OK, ""):
+                ready.append(candidate)
+            else:
+                found.update(self._record(problem, [(candidate, outcome)]))
+        for candidate in ready:
+            self._check_time(str(candidate))
+            outcome = self._verify(problem, candidate)
+            if outcome.status == OK:
+                outcome = self._ready().measure(problem, [candidate], QUICK_US)[0]
+            found.update(self._record(problem, [(candidate, outcome)]))
+        return found
+
+    def _verify(self, problem: Problem, candidate: Candidate) -> Outcome:
+        op = self.catalog.op(problem.op)
+        proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
+        # Problems whose proxies are equal, as all row buckets of one width, are verified by the same cases.
+        key = (candidate.implementation.key, candidate.config, tuple(problem.having(**dims) for dims in proxies))
+        if key not in self._verified:
+            self._verified[key] = self._ready().verify(problem, candidate)
+        return self._verified[key]
+
+    # -- the decision ----------------------------------------------------------------------------------------------
+
+    def _decide(
+        self,
+        problem: Problem,
+        legal: Mapping[Choice, Candidate],
+        default: Candidate,
+        known: dict[Choice, Sample],
+        new: set[Choice],
+        stored: Stored | None,
+        row: Row,
+    ) -> Row:
+        def timed(only: set[Choice] | None = None) -> list[Candidate]:
+            passed = [s for s in known.values() if s.status in _TIMED and (only is None or s.choice in only)]
+            return [legal[s.choice] for s in sorted(passed, key=lambda s: s.time_us or math.inf)]
+
+        contenders = timed()
+        if default not in contenders:
+            if not contenders:
+                failed = "; ".join(f"{s.choice}: {s.status} {s.detail}" for s in known.values())
+                return replace(row, status=FAILED, detail=failed[:500])
+            # The default does not work here. What serves is then the next in order that does.
+            default = next((c for c in legal.values() if c.heuristic and c in contenders), contenders[0])
+            row = replace(row, default=default.choice)
+        if stored is not None and legal[stored.choice] in contenders:
+            limit = stored.time_us * (1 - max(GAIN, stored.noise))
+            challengers = [c for c in timed(new) if (known[c.choice].time_us or math.inf) < limit * 1.1]
+            if not challengers:
+                # What is new cannot win, even if its first look was 10 % off.
+                return replace(row, choice=stored.choice, time_us=stored.time_us, default_us=stored.default_us)
+            contenders = [*challengers[: FINALISTS - 1], legal[stored.choice]]
+        finalists = self._halve(problem, contenders, default, known)
+        return self._final(problem, finalists, default, known, row)
+
+    def _halve(
+        self, problem: Problem, contenders: list[Candidate], default: Candidate, known: dict[Choice, Sample]
+    ) -> list[Candidate]:
+        """Successive halving: the better half is timed again for double the time, until three are left."""
+        budget = QUICK_US
+        while len(contenders) > FINALISTS:
+            contenders = contenders[: max(FINALISTS, len(contenders) // 2)]
+            if len(contenders) == FINALISTS:
+                break
+            budget *= 2
+            for start in range(0, len(contenders), _BATCH):
+                batch = contenders[start : start + _BATCH]
+                self._check_time(f"timing {len(batch)} candidates in turn")
+                outcomes = self._ready().measure(problem, batch, budget)
+                pairs = [(c, o) for c, o in zip(batch, outcomes, strict=True) if o.status]
+                known.update(self._record(problem, pairs))
+            contenders = [c for c in contenders if known[c.choice].status in _TIMED]
+            contenders.sort(key=lambda c: known[c.choice].time_us or math.inf)
+        return [*contenders, *([] if default in contenders else [default])]
+
+    def _final(
+        self, problem: Problem, finalists: list[Candidate], default: Candidate, known: dict[Choice, Sample], row: Row
+    ) -> Row:
+        best: list[Outcome] = []
+        for _ in range(_ATTEMPTS):
+            while True:
+                self._check_time(f"timing the best {len(finalists)} in turn")
+                outcomes = self._ready().measure(problem, finalists, FINAL_US)
+                broken = [n for n, o in enumerate(outcomes) if o.status not in ("", OK)]
+                if not broken:
+                    break
+                known.update(self._record(problem, [(finalists[n], outcomes[n]) for n in broken]))
+                finalists, best = [c for n, c in enumerate(finalists) if n not in broken], []
+                if not finalists:
+                    return replace(row, status=FAILED, detail="all finalists failed when they were timed again")
+            if not best or _noise(outcomes) < _noise(best):
+                best = outcomes
+            if not _noisy(outcomes):
+                best = outcomes
+                break
+        if default not in finalists:
+            default = finalists[0]
+        noisy, noise = _noisy(best), _noise(best)
+        status = NOISY if noisy else OK
+        samples = self._samples(problem, [(c, replace(o, status=status)) for c, o in zip(finalists, best, strict=True)])
+        times = {c.choice: o.time_us or math.inf for c, o in zip(finalists, best, strict=True)}
+        winner, standard = min(finalists, key=lambda c: times[c.choice]), times[default.choice]
+        threshold = max(GAIN, noise * NOISY_FACTOR if noisy else noise)
+        replaced = winner is not default and 1 - times[winner.choice] / standard > threshold
+        if not replaced:
+            winner = default
+        time_us = times[winner.choice]
+        decision = Stored(
+            problem, winner.choice, time_us, default.choice, standard, noise, self.protocol, self._provenance(winner)
+        )
+        self.store.record(self.device, problem.op, decisions=[decision], samples=samples)
+        word = TUNED if replaced else NOISE if noisy else DEFAULT
+        detail = f"noise {noise:.1%}" if noisy else ""
+        return replace(
+            row,
+            status=word,
+            choice=winner.choice,
+            default=default.choice,
+            time_us=time_us,
+            default_us=standard,
+            detail=detail,
+        )
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def _record(self, problem: Problem, pairs: Sequence[tuple[Candidate, Outcome]]) -> dict[Choice, Sample]:
+        samples = self._samples(problem, pairs)
+        self.store.record(self.device, problem.op, samples=samples)
+        return {s.choice: s for s in samples}
+
+    def _samples(self, problem: Problem, pairs: Sequence[tuple[Candidate, Outcome]]) -> list[Sample]:
+        return [
+            Sample(problem, c.choice, o.status, o.time_us, o.extra_bytes, o.detail, self.protocol, self._provenance(c))
+            for c, o in pairs
+        ]
+
+    def _provenance(self, candidate: Candidate) -> Provenance:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        distribution = candidate.implementation.distribution or OWN_DISTRIBUTION
+        return Provenance(
+            triton=triton_version(),
+            source=source_hash(candidate.implementation.launch),
+            torch=self._about.get("torch", ""),
+            driver=self._about.get("driver", ""),
+            date=now,
+            clocks=self._about.get("clocks", ""),
+            package=_package(distribution),
+        )
+
+    def _ready(self) -> Runner:
+        if self._runner is None:
+            self._runner = self.start()
+            self._about = self._runner.describe()
+        return self._runner
+
+    def _check_time(self, text: str) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfTime
+        self.telling(text)
+
+
+def _noise(outcomes: Sequence[Outcome]) -> float:
+    return max(max(o.drift, o.noise) for o in outcomes)
+
+
+def _noisy(outcomes: Sequence[Outcome]) -> bool:
+    return any(o.drift > DRIFT or o.foreign for o in outcomes)
+
+
+def _package(distribution: str) -> str:
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return distribution

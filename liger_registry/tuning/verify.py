@@ -1,0 +1,252 @@
+"""Verification: a candidate's results against the reference in float64, where faults have nowhere to hide.
+
+Sizes are the contract's proxies (the same code and divisibility, a few tiles and a tail), inputs are of every style,
+memory that nobody wrote is poisoned, scratch is dirty, and neither inputs nor what lies around them may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from liger_registry.accuracy import Verdict, judge
+from liger_registry.config import Config
+from liger_registry.examples import STYLES
+from liger_registry.implementation import Implementation
+from liger_registry.op import DimKind, Op
+from liger_registry.problem import BACKWARD, Problem, bucket
+from liger_registry.tuning.cases import Case, CaseCache, evaluate, reduced
+from liger_registry.tuning.layouts import Poisoned, bits, dirty
+
+if TYPE_CHECKING:
+    from liger_registry.device import Device
+
+# Where the terms are more than this many times as large as their sum, as in the gradient of a norm over few elements,
+# the sum is what rounding left of a cancellation, the formula's too, and its error is a matter of luck. The limit then
+# grows with that ratio; the elements are still held to what their terms allow. Sums of random terms stay below 3.
+CANCELLED = 4.0
+
+__all__ = ["Verification", "evaluate", "proxies_for", "run_case", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verification found.
+
+    Attributes:
+        passed: whether every verdict holds.
+        verdicts: one for each result of each case; verification ends with the first case that fails.
+        detail: the verdicts that do not hold, as text; empty if it passed.
+    """
+
+    passed: bool
+    verdicts: tuple[Verdict, ...]
+    detail: str
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Verification:
+        """The verification that these verdicts make; none at all are no proof, and fail."""
+        wrong = [str(v) for v in verdicts if not v.passed]
+        return cls(bool(verdicts) and not wrong, tuple(verdicts), "; ".join(wrong) if verdicts else "no case was run")
+
+
+def proxies_for(
+    op: Op, implementation: Implementation, config: Config, problem: Problem, device: Device
+) -> tuple[Mapping[str, int], ...]:
+    """The sizes at which a config is verified: the contract's proxies, as far as it is legal there.
+
+    Where the largest of them is too small for the config, as for slabs of 1,024 rows, the smallest power of two that is
+    not takes its place, with a tail of 5; if there is none, the problem's own sizes.
+    """
+
+    def legal(dims: Mapping[str, int]) -> bool:
+        return implementation.space.why_illegal(config, problem.having(**dims), device) is None
+
+    proxies = op.proxies(problem)
+    found = tuple(dims for dims in proxies if legal(dims))
+    largest = max(proxies, key=lambda dims: math.prod(dims.values()), default={})
+    if largest in found:
+        return found
+    buckets = [name for name, kind in op.dims.items() if kind is DimKind.BUCKET]
+    own = {name: int(getattr(problem, name)) for name in buckets}
+    size = bucket(max((largest.get(name, 1) for name in buckets), default=1))
+    while size <= max(own.values(), default=0):
+        grown = {name: min(size, n) + 5 for name, n in own.items()}
+        if legal(grown):
+            return (*found, grown)
+        size *= 2
+    return (*found, {})
+
+
+def verify(
+    op: Op,
+    implementation: Implementation,
+    config: Config,
+    problem: Problem,
+    device: Device,
+    torch_device: torch.device | str,
+    *,
+    seed: int = 0,
+    styles: Sequence[str] = STYLES,
+    proxies: Sequence[Mapping[str, int]] | None = None,
+    cache: CaseCache | None = None,
+    starting: Callable[[int], None] = lambda index: None,
+) -> Verification:
+    """Hold an implementation with a config against the reference.
+
+    Args:
+        op: the operation.
+        implementation: the candidate.
+        config: its config.
+        problem: the problem; its proxies are what runs.
+        device: the device it is verified for.
+        torch_device: where the tensors lie.
+        seed: fixes the inputs.
+        styles: of the inputs.
+        proxies: sizes in place of the contract's.
+        cache: cases to share with other candidates of the same problem.
+        starting: told the number of each case before it is made.
+
+    Returns:
+        A verification; a wrong result is no exception, but whatever the candidate itself raises passes through.
+    """
+    if proxies is None:
+        proxies = proxies_for(op, implementation, config, problem, device)
+    cases = (cache or CaseCache(0)).get(op, problem, proxies, styles, seed, torch_device)
+    verdicts: list[Verdict] = []
+    for index, make in enumerate(cases):
+        starting(index)
+        found = run_case(op, implementation, config, make(), device, huge=index % 2 == 1)
+        verdicts += found
+        if not all(v.passed for v in found):
+            break
+    return Verification.of(verdicts)
+
+
+def run_case(
+    op: Op, implementation: Implementation, config: Config, case: Case, device: Device, *, huge: bool = False
+) -> list[Verdict]:
+    """The verdicts on one case.
+
+    Args:
+        op: the operation.
+        implementation: the candidate.
+        config: its config.
+        case: the inputs and the right results.
+        device: the device it is verified for.
+        huge: poison memory with large numbers instead of NaN.
+    """
+    names, tensors, call, needs = _call(op, implementation, config, case, device)
+    before = [bits(buffer).clone() for buffer in case.buffers]
+    verdicts: list[Verdict] = []
+    try:
+        results = _poisoned(call, tensors, case, huge)
+        problem = _shape_of(results, names, needs, case) or _strides_of(results, op, case)
+        if problem:
+            return [_fault(case, "results", problem)]
+        found = {name: result for name, result in zip(names, results, strict=True) if result is not None}
+        verdicts = [_judge(op, case, name, result) for name, result in found.items()]
+        if implementation.deterministic:
+            # The other poison: equal bits also show that nothing undefined took part.
+            again = dict(zip(names, _poisoned(call, tensors, case, not huge), strict=True))
+            verdicts += [
+                _fault(case, name, "declared deterministic, but a second run gives other bits")
+                for name, result in found.items()
+                if again[name] is None or not torch.equal(bits(result), bits(again[name]))
+            ]
+    finally:
+        changed = [
+            number
+            for number, (old, now) in enumerate(zip(before, case.buffers, strict=True))
+            if not torch.equal(old, bits(now))
+        ]
+        for number in changed:  # the case may be another candidate's next
+            case.buffers[number].copy_(before[number].view(case.buffers[number].dtype))
+    if changed:
+        verdicts.append(_fault(case, "inputs", "it wrote into its inputs, or beside them"))
+    return verdicts
+
+
+def _call(
+    op: Op, implementation: Implementation, config: Config, case: Case, device: Device
+) -> tuple[tuple[str, ...], tuple[torch.Tensor | None, ...], Any, tuple[bool, ...]]:
+    """Names of the results, the arguments, the bound launch function, and which results are wanted."""
+    scheme = op.scheme(case.problem.scheme)
+    if case.problem.phase != BACKWARD:
+        names = (*op.outputs, *scheme.saved)
+        return names, case.inputs, implementation.bind(config, device, case.options), (True,) * len(names)
+    there = dict(zip((i.name for i in op.inputs), case.inputs, strict=True))
+    needs = op.needs(case.problem)
+    saved_inputs = tuple(there[name] for name in scheme.saved_inputs)
+    names = tuple(f"grad_{name}" for name in op.differentiable)
+    call = implementation.bind(config, device, case.options, needs)
+    return names, (*case.grad_outputs, *saved_inputs, *case.saved), call, needs
+
+
+def _poisoned(call: Any, tensors: Sequence[torch.Tensor | None], case: Case, huge: bool) -> tuple[Any, ...]:  # noqa: ANN401
+    place = next(t.device for t in tensors if t is not None)
+    # Of the sizes that results have, since scratch often has them too.
+    dirty(place, sorted({t.numel() * t.element_size() for t in case.formula.values()}), huge)
+    guard: Any = torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+    with guard, torch.no_grad(), Poisoned(huge):
+        results = call(*tensors)
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _shape_of(results: Sequence[Any], names: Sequence[str], needs: Sequence[bool], case: Case) -> str:
+    """What is wrong with the results before a number is looked at; empty if nothing is."""
+    if len(results) != len(names):
+        return f"{len(results)} of them, not {len(names)} ({', '.join(names)})"
+    for name, result, need in zip(names, results, needs, strict=True):
+        expected = case.formula.get(name)
+        if expected is None or not need:
+            if result is not None:
+                return f"{name} is not asked for, and was computed"
+        elif not isinstance(result, torch.Tensor):
+            return f"{name} is a {type(result).__name__}, not a tensor"
+        elif result.device != expected.device:
+            return f"{name} lies on {result.device}, not on {expected.device}"
+        elif result.requires_grad:
+            return f"{name} requires a gradient, so it holds an autograd graph"
+    return ""
+
+
+def _strides_of(results: Sequence[torch.Tensor], op: Op, case: Case) -> str:
+    """Forward results whose strides are not those the scheme allocates: compiled code was traced with these."""
+    if case.problem.phase == BACKWARD:
+        return ""
+    names = (*op.outputs, *op.scheme(case.problem.scheme).saved)
+    allocated = op.scheme(case.problem.scheme).allocate(*case.inputs, **case.options)
+    for name, result, like in zip(names, results, allocated, strict=True):
+        if result.shape == like.shape and result.numel():
+            sizes = zip(result.shape, result.stride(), like.stride(), strict=True)
+            if any(size > 1 and have != want for size, have, want in sizes):
+                return f"{name} has strides {result.stride()}, the scheme allocates {like.stride()}"
+    return ""
+
+
+def _judge(op: Op, case: Case, name: str, result: torch.Tensor) -> Verdict:
+    truth, formula = case.truth[name], case.formula[name]
+    if not formula.is_floating_point():
+        same = result.shape == formula.shape and result.dtype == formula.dtype
+        if same and bool(((result == formula) | (result == truth)).all()):
+            return Verdict(f"{case.label}: {name}", 0.0, 0.0, 0.0, 0.0)
+        return _fault(case, name, "its integers differ from the reference's")
+    magnitude = case.magnitude[name]
+    verdict = judge(name, result, truth, formula, magnitude, reduced(op, name, case.problem))
+    terms, total = float(magnitude.nan_to_num(0, 0, 0).norm()), float(truth.nan_to_num(0, 0, 0).norm())
+    if terms > CANCELLED * total and verdict.error_limit:
+        ratio = terms / total / CANCELLED if total else math.inf
+        verdict = replace(verdict, error_limit=verdict.error_limit * ratio)
+    return replace(verdict, name=f"{case.label}: {name}")
+
+
+def _fault(case: Case, name: str, problem: str) -> Verdict:
+    return Verdict(f"{case.label}: {name}", math.inf, 0.0, math.inf, 0.0, problem)

@@ -1,0 +1,206 @@
+"""Contracts: how calls are bound, which options are taken, and what enters the problem key."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import fakes
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liger_registry.config import Fields
+from liger_registry.errors import (
+    DeviceMismatchError,
+    InvalidInputError,
+    RegistrationError,
+    UnsupportedDtypeError,
+    UnsupportedOptionError,
+)
+from liger_registry.op import Description, Input, Option, Scheme, check_dtype, dtype_name
+from liger_registry.problem import BACKWARD, FORWARD, SCHEME, bucket
+
+OP = fakes.make_op()
+X, W = torch.ones(3, 4), torch.ones(4)
+
+
+def test_bind_fills_in_defaults_in_the_contracts_order():
+    tensors, options = OP.bind((X,), {})
+    assert tensors == (X, None)
+    assert options == {"gain": 1.0, "style": "plain", "steps": 1, "exact": False}
+    tensors, options = OP.bind((X, W, 2), {"style": "fancy"})
+    assert tensors[1] is W
+    assert list(options) == ["gain", "style", "steps", "exact"]
+    assert type(options["gain"]) is float
+    assert OP.bind((), {"w": W, "x": X})[0] == (X, W)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((X, W, 1.0, "plain", 1, False, 7), {}), ((X,), {"x": X}), ((X,), {"gian": 2.0})]
+)
+def test_a_call_that_does_not_fit(args, kwargs):
+    with pytest.raises(UnsupportedOptionError) as caught:
+        OP.bind(args, kwargs)
+    assert "affine(x, w=None, gain=1.0" in caught.value.fix
+    assert {"x", "w", "gain"} <= set(caught.value.candidates)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("x", [None, 3, [1.0], "x"])
+def test_inputs_are_tensors(x):
+    with pytest.raises(InvalidInputError, match=r"x of affine is (no tensor|missing)"):
+        OP.bind((x,), {})
+    with pytest.raises(InvalidInputError, match="w of affine"):
+        OP.bind((X, "w"), {})
+
+
+def test_tensors_on_two_devices():
+    with pytest.raises(DeviceMismatchError, match="x on cpu, w on meta"):
+        OP.bind((X, W.to("meta")), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gain", "1"),
+        ("gain", None),
+        ("gain", True),
+        ("gain", float("nan")),
+        ("gain", -1e-9),
+        ("gain", 10**400),
+        ("style", "Plain"),
+        ("style", 1),
+        ("style", None),
+        ("steps", 1.0),
+        ("steps", True),
+        ("steps", 0),
+        ("exact", 1),
+        ("exact", None),
+    ],
+)
+def test_options_that_are_refused(name, value):
+    with pytest.raises(UnsupportedOptionError) as caught:
+        OP.bind((X,), {name: value})
+    assert f"option {name!r} of affine" in caught.value.what
+    assert caught.value.candidates
+
+
+def test_no_float_option_takes_nan():
+    with pytest.raises(UnsupportedOptionError, match="NaN"):
+        Option("shift", float, 0.0).validate("op", float("nan"))
+
+
+@given(st.floats(min_value=0, allow_nan=False))
+def test_numbers_pass_unchanged(value):
+    assert OP.bind((X,), {"gain": value})[1]["gain"] == value
+
+
+# --- problem keys -----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**6))
+def test_only_buckets_are_rounded(rows, hidden):
+    key = OP.problem(Description(Fields(rows=rows, hidden=hidden), Fields(x="float32"), Fields()), FORWARD, "default")
+    assert (key.rows, key.hidden) == (bucket(rows), hidden)
+    assert dict(key.flags) == {}
+
+
+def test_which_gradients_are_needed_is_part_of_backward_alone():
+    call = Description(Fields(rows=5, hidden=4), Fields(x="float32", w="none"), Fields(style="plain"))
+    keys = [OP.problem(call, BACKWARD, "default", needs) for needs in ((True, True), (True, False), (False, True))]
+    assert [k.needs for k in keys] == ["x,w", "x", "w"]
+    assert [OP.needs(k) for k in keys] == [(True, True), (True, False), (False, True)]
+    assert "needs" not in OP.problem(call, FORWARD, "default", (True, True)).flags
+    assert OP.needs(OP.problem(call, FORWARD, "default")) == (False, False)
+    chosen = OP.problem(call, SCHEME, "default", (True, False))
+    assert (chosen.scheme, chosen.needs) == ("", "x")
+    with pytest.raises(ValueError, match="shorter"):
+        OP.problem(call, BACKWARD, "default", (True,))
+
+
+@pytest.mark.parametrize(
+    ("budget", "flag"), [(0, 1), (1, 1), (2, 2), (3, 2), (1 << 30, 1 << 30), ((1 << 31) - 1, 1 << 30)]
+)
+def test_the_budget_enters_as_its_class_rounded_down(budget, flag):
+    call = Description(Fields(rows=5, hidden=4), Fields(), Fields())
+    assert OP.problem(call, FORWARD, "default", budget=budget).budget == flag
+    assert "budget" not in OP.problem(call, FORWARD, "default").flags
+
+
+def test_options_of_a_problem():
+    wanted = fakes.problem()
+    fancy = replace(wanted, flags=wanted.flags.having(style="fancy"))
+    assert OP.options_of(fancy) == {"gain": 1.0, "style": "fancy", "steps": 1, "exact": False}
+
+
+def test_a_contract_knows_its_problems():
+    wanted = fakes.problem()
+    assert OP.has(wanted)
+    assert OP.has(fakes.problem(phase=BACKWARD))
+    for other in (
+        fakes.Problem("other", "default", FORWARD, wanted.dims, wanted.dtypes, wanted.flags),
+        fakes.Problem("affine", "gone", FORWARD, wanted.dims, wanted.dtypes, wanted.flags),
+        fakes.Problem("affine", "", SCHEME, wanted.dims, wanted.dtypes, wanted.flags),
+        fakes.Problem("affine", "default", FORWARD, Fields(rows=1), wanted.dtypes, wanted.flags),
+    ):
+        assert not OP.has(other)
+
+
+def test_schemes_by_name():
+    assert OP.scheme("default") is OP.schemes[0]
+    with pytest.raises(LookupError, match="no scheme 'other'"):
+        OP.scheme("other")
+    assert OP.differentiable == ("x", "w")
+
+
+# --- contracts that contradict themselves -----------------------------------------------------------------------------
+
+
+def with_default(gain):
+    def signature(x, w=None, gain=gain, style="plain", steps=1, exact=False):
+        return fakes.signature(x, w, gain, style, steps, exact)
+
+    return signature
+
+
+def test_a_sound_contract_passes():
+    OP.check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "no name"},
+        {"name": "../escape"},
+        {"signature": lambda x, w=None: None},
+        {"signature": lambda w=None, x=None, gain=1.0, style="plain", steps=1, exact=False: None},
+        {"signature": with_default(2.0)},
+        {"schemes": ()},
+        {"order": {FORWARD: ()}},
+        {"inputs": (Input("x"), Input("needs"))},
+        {"options": (Option("device", str, "cpu"),)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_contract_that_contradicts_itself(changes):
+    with pytest.raises(RegistrationError):
+        fakes.make_op(**changes).check()
+
+
+def test_dtypes():
+    assert dtype_name(None) == "none"
+    assert dtype_name(X.bfloat16()) == "bfloat16"
+    check_dtype("op", X, ("float32",), "x")
+    with pytest.raises(UnsupportedDtypeError, match="x of dtype int64") as caught:
+        check_dtype("op", X.long(), ("float32",), "x")
+    assert isinstance(caught.value, TypeError)
+
+
+def test_contracts_are_immutable_and_slotted():
+    for kind in (type(OP), Input, Option, Scheme, Description):
+        assert "__dict__" not in dir(kind)
+        assert inspect.getdoc(kind)
+    with pytest.raises(AttributeError):
+        OP.name = "other"

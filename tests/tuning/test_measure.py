@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_registry.tuning.measure import Block, CpuTimer, Timing, extra_bytes, measure, protocol_of
+
+
+class Scripted:
+    """A timer that is told what each call and each look at the anchor costs."""
+
+    protocol = "scripted"
+
+    def __init__(self, anchors=(10.0,)):
+        self.anchors = list(anchors)
+        self.log = []
+
+    def time(self, call):
+        result = call()
+        self.log.append(result)
+        return result
+
+    def anchor(self):
+        return self.anchors.pop(0) if len(self.anchors) > 1 else self.anchors[0]
+
+
+def test_median_of_calls_in_turn():
+    timer = Scripted()
+    block = measure([lambda: 1.0, lambda: 2.0], timer, 10.0)
+    assert [t.time_us for t in block.timings] == [1.0, 2.0]
+    assert timer.log[2:] == [1.0, 2.0] * 5
+    assert block.drift == 0
+    assert not block.noisy
+
+
+@pytest.mark.parametrize(("budget", "repeats"), [(0.0, 3), (50.0, 5), (1e9, 100)])
+def test_repeats_follow_the_budget_within_bounds(budget, repeats):
+    timer = Scripted()
+    measure([lambda: 10.0], timer, budget)
+    assert len(timer.log) == 1 + repeats
+
+
+@pytest.mark.parametrize(("after", "noisy"), [(10.2, False), (10.4, True), (9.6, True)])
+def test_an_anchor_that_drifts_marks_the_block(after, noisy):
+    block = measure([lambda: 1.0], Scripted([10.0, after]), 10.0)
+    assert block.noisy is noisy
+    assert block.noise == pytest.approx(abs(after - 10) / min(after, 10))
+
+
+def test_outliers_do_not_move_the_median_but_spread_is_noise():
+    assert Timing.of([1.0, 1.0, 1.0, 1.0, 99.0]).time_us == 1.0
+    assert Timing.of([1.0] * 9).noise == 0
+    assert Timing.of([1.0, 2.0] * 8).noise > 0.1
+    assert Timing.of([0.0, 0.0, 0.0, 0.0]) == Timing(0.0, 0.0)
+
+
+def test_which_call_starts_is_told_before_it_runs():
+    order = []
+    measure(
+        [lambda: order.append("a") or 1.0, lambda: order.append("b") or 1.0], Scripted(), 1.0, starting=order.append
+    )
+    assert order[:6] == [0, "a", "a", 1, "b", "b"]
+
+
+def test_no_calls_no_timings():
+    assert measure([], Scripted(), 1.0) == Block((), 0.0)
+
+
+def test_cpu_timer_reads_the_given_clock():
+    now = [0.0]
+    timer = CpuTimer(lambda: now[0])
+    assert timer.time(lambda: now.__setitem__(0, now[0] + 0.25)) == 250_000
+    assert timer.anchor() == 0
+    assert CpuTimer().anchor() > 0
+
+
+def test_protocols():
+    assert protocol_of("cpu") == "cpu-clock-1"
+    assert protocol_of("cuda:1") == "cuda-events-1"
+
+
+def test_nobody_counts_bytes_on_a_cpu():
+    assert extra_bytes(lambda: None, torch.device("cpu")) is None
