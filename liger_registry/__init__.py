@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from liger_registry.catalog import Catalog as Catalog
     from liger_registry.config import Config as Config
     from liger_registry.config import ConfigSpace as ConfigSpace
+    from liger_registry.decision import Decision as Decision
     from liger_registry.device import Device as Device
-    from liger_registry.dispatch import Decision as Decision
     from liger_registry.implementation import Capability as Capability
     from liger_registry.implementation import Implementation as Implementation
     from liger_registry.op import Op as Op
@@ -30,7 +30,7 @@ _HOME = {
     "Catalog": "catalog",
     "Config": "config",
     "ConfigSpace": "config",
-    "Decision": "dispatch",
+    "Decision": "decision",
     "Device": "device",
     "Implementation": "implementation",
     "Op": "op",

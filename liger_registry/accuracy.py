@@ -103,23 +103,25 @@ def judge(
     alike = (result == expected) | (result == formula) | (result.isnan() & (expected.isnan() | formula.isnan()))
     right, own = expected.isfinite(), formula.isfinite()
     odd = torch.where(right & (own | ~alike), ~result.isfinite(), ~right & ~alike)
-    if bool(odd.any()):
-        wrong = f"{int(odd.sum())} of {odd.numel()} elements are finite where they should not be, or the reverse"
-        return Verdict(name, math.inf, 0.0, math.inf, 0.0, wrong)
 
     finite, comparable = right & result.isfinite(), right & own
     exact = torch.where(right, reference, 0.0)
-    size = exact.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    norm = exact.norm().clamp_min(torch.finfo(torch.float64).tiny)
     tiny = info.smallest_normal * info.eps
     scale = bound * torch.where(right, magnitude, 1.0).abs() + tiny
 
-    def distance(values: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
+    def distance(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         off = torch.where(where, values.double() - exact, 0.0).abs()
-        return float(off.norm() / size), float((off / scale).max())
+        return off.norm() / norm, (off / scale).max()
 
-    (error, worst), (own_error, own_worst) = distance(result, finite), distance(formula, comparable)
+    terms = torch.where(finite, magnitude, 0.0).norm() / norm
+    numbers = (odd.sum(), norm, terms, *distance(result, finite), *distance(formula, comparable))
+    # Together, because each number that is fetched alone has the host wait for the GPU once more.
+    count, size, cancelled, error, worst, own_error, own_worst = torch.stack([n.double() for n in numbers]).tolist()
+    if count:
+        wrong = f"{int(count)} of {odd.numel()} elements are finite where they should not be, or the reverse"
+        return Verdict(name, math.inf, 0.0, math.inf, 0.0, wrong)
     # A reference of zeros, and results below the least number of the dtype, are held to the elements' bound alone.
     # Where the terms cancel, as in the gradient of a row of one element, their size is what errors scale with.
-    cancelled = float(torch.where(finite, magnitude, 0.0).norm() / size)
-    floor = bound * max(1.0, cancelled) + tiny * math.sqrt(result.numel()) / float(size)
+    floor = bound * max(1.0, cancelled) + tiny * math.sqrt(result.numel()) / size
     return Verdict(name, error, max(FORMULA * own_error, floor), worst, max(ELEMENT, FORMULA * own_worst))

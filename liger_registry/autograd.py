@@ -16,12 +16,13 @@ import torch.autograd.forward_ad as forward_ad
 
 from liger_registry.calls import make_call
 from liger_registry.config import Config
+from liger_registry.decision import Decision
 from liger_registry.device import Device
-from liger_registry.dispatch import Decision, reference_implementation
 from liger_registry.explain import Explanations
 from liger_registry.launch import NotLoaded
 from liger_registry.library import LibraryFace, describe_face, terms_text, transform_error
 from liger_registry.op import Op, Scheme
+from liger_registry.reference import reference_implementation
 
 Tensor = torch.Tensor
 Tensors = tuple[torch.Tensor | None, ...]

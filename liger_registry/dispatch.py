@@ -7,109 +7,53 @@ a miss of the caller's memo only, so it keeps its whole trace.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from liger_registry.config import Config
+from liger_registry.decision import (
+    EXACT,
+    FREE,
+    HEURISTIC,
+    HITS,
+    LENIENT,
+    NEAR,
+    PINNED,
+    PLAN,
+    REFERENCE,
+    SHIPPED,
+    SHIPPED_NEAR,
+    SHIPPED_TABLES,
+    SIBLING,
+    STALE,
+    TIERS,
+    Considered,
+    Decision,
+    SchemeDecision,
+    Source,
+    Terms,
+    differences,
+)
 from liger_registry.errors import (
     ConfigOutsideSpaceError,
     NoImplementationError,
     StrictMissError,
     UnknownImplementationError,
 )
-from liger_registry.implementation import ANY, OWN_DISTRIBUTION, REFERENCE_ID, Capability, Implementation, source_hash
+from liger_registry.implementation import ANY, REFERENCE_ID, Implementation, source_hash
 from liger_registry.launch import triton_version
-from liger_registry.op import DimKind, Op
-from liger_registry.problem import BACKWARD, FORWARD, Problem
-from liger_registry.recompute import gradients
-from liger_registry.table import Choice, Stored, Table
+from liger_registry.op import DimKind
+from liger_registry.problem import FORWARD, SCHEME, Problem
+from liger_registry.reference import reference_implementation
+from liger_registry.table import NOISY, OK, Choice, Stored, Table
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
     from liger_registry.device import Device
     from liger_registry.plan import Plan
-    from liger_registry.store import TableStore
 
-PINNED, PLAN, EXACT, STALE, NEAR = "pinned", "plan", "exact", "stale", "near"
-SHIPPED, SHIPPED_NEAR, SIBLING, HEURISTIC, REFERENCE = "shipped", "shipped-near", "sibling", "heuristic", "reference"
-TIERS = (PINNED, PLAN, EXACT, STALE, NEAR, SHIPPED, SHIPPED_NEAR, SIBLING, HEURISTIC, REFERENCE)
-# Answers from any other tier are misses.
-HITS = (PINNED, PLAN, EXACT, SHIPPED)
-USER, CLUSTER, SHIPPED_TABLES = "user", "cluster", "shipped"
-LENIENT = "pinned for both phases"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The answer for a problem on a device.
-
-    Attributes:
-        problem: the problem.
-        implementation: the implementation chosen.
-        config: its config.
-        source: the tier that answered.
-        detail: what of that tier, such as the sibling's SKU or the bucket that was near.
-    """
-
-    problem: Problem
-    implementation: Implementation
-    config: Config
-    source: str
-    detail: str = ""
-
-    @property
-    def choice(self) -> Choice:
-        """What a table or plan holds of it."""
-        return Choice(self.implementation.id, self.config)
-
-    def __str__(self) -> str:
-        detail = f", {self.detail}" if self.detail else ""
-        return f"{self.implementation.id}({self.config.text}) source={self.source}{detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """One answer that a tier gave, and what became of it.
-
-    Attributes:
-        tier: the tier.
-        choice: implementation id and config; empty where the tier had no answer.
-        accepted: whether it was taken.
-        reason: why not, or where it came from.
-    """
-
-    tier: str
-    choice: str
-    accepted: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Under which terms a choice is made, beside problem and device.
-
-    Attributes:
-        pins: ``(op or op/phase, implementation, config or None)``, the first match counts.
-        deterministic: only deterministic implementations.
-        budget: bytes beyond the outputs; None for no limit.
-    """
-
-    pins: tuple[tuple[str, str, Config | None], ...] = ()
-    deterministic: bool = False
-    budget: int | None = None
-
-
-# Nothing pinned, nothing forbidden.
-FREE = Terms()
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A store of tables and its rank in the search: ``user``, ``cluster`` or ``shipped``."""
-
-    kind: str
-    store: TableStore
+_Answer = TypeVar("_Answer", Decision, SchemeDecision)
 
 
 @dataclass(slots=True)
@@ -121,15 +65,15 @@ class Dispatcher:
         sources: the stores of tables, user cache first.
         mode: ``lookup``, ``tune``, ``strict`` or ``off``.
         plan: the frozen plan, once there is one.
-        on_miss: called with a missed problem, its device and the answer; in mode ``tune`` it may fill the user's table
-            and return True to have the tiers asked again.
+        on_miss: called with a missed problem and its device; in mode ``tune`` it may fill the user's table and return
+            True to have the tiers asked again.
     """
 
     catalog: Catalog
     sources: Sequence[Source]
     mode: str = "lookup"
     plan: Plan | None = None
-    on_miss: Callable[[Problem, Device, Decision], bool] | None = None
+    on_miss: Callable[[Problem, Device], bool] | None = None
     _tuning: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def decide(
@@ -148,22 +92,55 @@ class Dispatcher:
             NoImplementationError: a pinned implementation cannot serve the problem.
             StrictMissError: mode ``strict``, and only a miss would answer.
         """
-        considered: list[Considered] = [] if trace is None else trace
-        decision = self._first(problem, device, terms, considered)
-        if decision.source in HITS or trace is not None:
-            return decision
+        return self._asked(lambda seen: self._first(problem, device, terms, seen), problem, device, trace)
+
+    def decide_scheme(self, problem: Problem, device: Device, trace: list[Considered] | None = None) -> SchemeDecision:
+        """Which scheme a problem of phase ``scheme`` takes: the plan's or a table's, else the contract's first.
+
+        Args:
+            problem: the problem.
+            device: the device.
+            trace: as for ``decide``.
+
+        Raises:
+            StrictMissError: mode ``strict``, and only a miss would answer.
+        """
+        return self._asked(lambda seen: self._first_scheme(problem, device, seen), problem, device, trace)
+
+    def _asked(
+        self,
+        first: Callable[[list[Considered]], _Answer],
+        problem: Problem,
+        device: Device,
+        trace: list[Considered] | None,
+    ) -> _Answer:
+        """The first answer of the tiers, with what a miss has to do."""
+        answer = first([] if trace is None else trace)
+        if answer.source in HITS or trace is not None:
+            return answer
         if self.mode == "strict":
-            raise self._strict_miss(problem, device, decision)
+            raise self._strict_miss(problem, device, answer)
         if self.on_miss is None:
-            return decision
+            return answer
         if self.mode != "tune":
-            self.on_miss(problem, device, decision)
-            return decision
+            self.on_miss(problem, device)
+            return answer
         with self._tuning:  # of several threads that miss one problem the first tunes, the others find its answer
-            decision = self._first(problem, device, terms, [])
-            if decision.source not in HITS and self.on_miss(problem, device, decision):
-                decision = self._first(problem, device, terms, [])
-            return decision
+            answer = first([])
+            if answer.source not in HITS and self.on_miss(problem, device):
+                answer = first([])
+            return answer
+
+    def _first_scheme(self, problem: Problem, device: Device, considered: list[Considered]) -> SchemeDecision:
+        names = [scheme.name for scheme in self.catalog.op(problem.op).schemes]
+        tiers = [tier for tier in self.tiers if tier not in (PINNED, HEURISTIC, REFERENCE)]
+        for tier, choice, detail in self._answers(problem, device, FREE, tiers):
+            name = choice.implementation.removeprefix("scheme:")
+            considered.append(Considered(tier, name, name in names, detail if name in names else "no such scheme"))
+            if name in names:
+                return SchemeDecision(problem, name, tier, detail)
+        considered.append(Considered(HEURISTIC, names[0], True, "the contract's first"))
+        return SchemeDecision(problem, names[0], HEURISTIC, "the contract's first")
 
     def decide_without_io(self, problem: Problem, device: Device, terms: Terms = FREE) -> Decision:
         """The decision from pins, plan and heuristics alone: no table is read, no miss recorded (stream capture)."""
@@ -276,7 +253,11 @@ class Dispatcher:
         for source in self._readable:
             for sample in source.store.load(device, problem.op).samples_of(problem):
                 config, time = sample.choice.config, sample.time_us
-                if sample.choice.implementation != implementation.id or sample.status != "ok" or time is None:
+                if (
+                    sample.choice.implementation != implementation.id
+                    or sample.status not in (OK, NOISY)
+                    or time is None
+                ):
                     continue
                 if (best is None or time < best[0]) and not implementation.why_illegal(
                     config, problem, device, terms.budget
@@ -340,6 +321,8 @@ class Dispatcher:
     def staleness(self, stored: Stored) -> str:
         """What has changed since an entry was measured; empty if nothing that matters."""
         problem = stored.problem
+        if problem.phase == SCHEME:
+            return ""  # its phases are judged when they are decided
         try:
             implementation = self.catalog.find(problem.op, problem.scheme, problem.phase, stored.choice.implementation)
         except UnknownImplementationError:
@@ -351,7 +334,7 @@ class Dispatcher:
             changes.append("its source has changed since")
         return "; ".join(changes)
 
-    def _strict_miss(self, problem: Problem, device: Device, decision: Decision) -> StrictMissError:
+    def _strict_miss(self, problem: Problem, device: Device, decision: Decision | SchemeDecision) -> StrictMissError:
         entries = [s for source in self._readable for s in source.store.load(device, problem.op).decisions.values()]
         nearest = min(entries, key=lambda s: len(differences(problem, s.problem)), default=None)
         why = [f"the best answer would be {decision}"]
@@ -369,40 +352,3 @@ class Dispatcher:
 
 def _vendors(device: Device) -> tuple[str, ...]:
     return (ANY, device.vendor, device.emulates)
-
-
-def differences(wanted: Problem, other: Problem) -> list[str]:
-    """The fields in which two problems differ, ``rows 4096/8192``."""
-    found = [
-        f"{n} {getattr(wanted, n)}/{getattr(other, n)}"
-        for n in ("scheme", "phase")
-        if getattr(wanted, n) != getattr(other, n)
-    ]
-    for part in ("dims", "dtypes", "flags"):
-        ours, theirs = getattr(wanted, part), getattr(other, part)
-        found += [
-            f"{k} {ours.get(k)}/{theirs.get(k)}" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)
-        ]
-    return found
-
-
-def reference_implementation(op: Op, problem: Problem) -> Implementation:
-    """The last tier: the contract's own plain PyTorch, its backward by recomputation under autograd."""
-    scheme = op.scheme(problem.scheme)
-    names, count = [i.name for i in op.inputs], len(op.outputs)
-
-    def forward(*inputs: object, device: Device, **options: object) -> tuple[object, ...]:
-        return scheme.reference(*inputs, **options)
-
-    def backward(*tensors: object, device: Device, needs: tuple[bool, ...], **options: object) -> tuple[object, ...]:
-        held: Mapping[str, object] = dict(zip(scheme.saved_inputs, tensors[count:], strict=False))
-        inputs = [held[name] for name in names]
-        asked = dict(zip(op.differentiable, needs, strict=True))
-        wanted = [asked.get(name, False) for name in names]
-        found = gradients(lambda *xs: op.reference(*xs, **options), inputs, tensors[:count], wanted)  # type: ignore[arg-type]
-        return tuple(g for name, g in zip(names, found, strict=True) if name in op.differentiable)
-
-    launch = {FORWARD: forward, BACKWARD: backward}[problem.phase]
-    return Implementation(
-        op.name, problem.phase, "reference", launch, scheme.name, capability=Capability(), distribution=OWN_DISTRIBUTION
-    )

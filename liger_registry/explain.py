@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from liger_registry.dispatch import FREE, HITS, TIERS, Considered, Decision, Dispatcher, Terms
+from liger_registry.decision import FREE, HITS, TIERS, Considered, Decision, Terms
+from liger_registry.dispatch import Dispatcher
 from liger_registry.implementation import Implementation
 from liger_registry.problem import Problem
+from liger_registry.table import NOISY, OK
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
@@ -173,7 +175,7 @@ def _measured(
 ) -> Candidate:
     config = sample.choice.config
     illegal = implementation.why_illegal(config, decision.problem, device, terms.budget, terms.deterministic)
-    if sample.status != "ok":
+    if sample.status not in (OK, NOISY):
         verdict, reason = REJECTED, f"{sample.status}: {sample.detail}"
     elif decision.implementation.id == implementation.id and decision.config == config:
         verdict, reason = CHOSEN, decision.source

@@ -86,7 +86,7 @@ def describe_face(op: Op, terms: str) -> Face:
         with _defining:  # an operator can be defined once; several threads may come with the first call
             if op.name not in _defined:
                 _defined[op.name] = LibraryOperators(op)
-    parameters = inspect.signature(op.signature).parameters
+    parameters = op.signature.parameters
     defaults = tuple(None if p.default is inspect.Parameter.empty else p.default for p in parameters.values())
     return f"{op.name}_{FORWARD}", tuple(parameters), defaults, len(op.outputs), terms
 

@@ -142,12 +142,10 @@ class Op:
         outputs: names of what it returns.
         schemes: in the order in which an untuned choice tries them.
         dims: how each size enters the key.
-        signature: ``(*inputs, *options)`` to ``(key, inputs)``: reads the few fields that the choice depends on; every
-            call runs it, so it is written out by hand for each operation. ``key`` is hashable, starts with the types
-            of the tensors, and holds shapes, dtypes, devices, ``requires_grad`` and all options.
         validate: ``(inputs, options)``; raises if shapes or dtypes contradict the contract. Sizes may be symbolic.
         describe: ``(inputs, options)``, validated, to a ``Description``.
-        reference: ``(*inputs, **options)`` in plain, differentiable PyTorch with the roundings of the model family.
+        reference: ``(*inputs, **options)`` in plain, differentiable PyTorch with the roundings of the model family; its
+            parameters and defaults are those of the contract, so that it can be called in the operation's place.
         magnitude: ``(inputs, grad_outputs, options)`` in float64 to a mapping from each output, saved tensor and
             ``grad_<input>`` to the size of the terms it sums, element by element: what rounding errors scale with.
         reduced: for each of those names the dims it is a sum over.
@@ -164,7 +162,6 @@ class Op:
     outputs: tuple[str, ...]
     schemes: tuple[Scheme, ...]
     dims: Mapping[str, DimKind]
-    signature: Callable[..., tuple[tuple[Any, ...], Tensors]]
     validate: Callable[[Tensors, Mapping[str, Any]], None]
     describe: Callable[[Tensors, Mapping[str, Any]], Description]
     reference: Callable[..., Any]
@@ -176,6 +173,16 @@ class Op:
     order: Mapping[str, tuple[str, ...]]
     budget: Callable[[Problem], int | None] = field(default=lambda problem: None)
     doc: str = ""
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """How the operation is called: inputs first, then options, all by position or by keyword."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        inputs = [
+            inspect.Parameter(i.name, kind, default=None if i.optional else inspect.Parameter.empty)
+            for i in self.inputs
+        ]
+        return inspect.Signature([*inputs, *[inspect.Parameter(o.name, kind, default=o.default) for o in self.options]])
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -197,7 +204,7 @@ class Op:
             InvalidInputError: an input that is no tensor.
             DeviceMismatchError: tensors on different devices.
         """
-        signature = inspect.signature(self.signature)
+        signature = self.signature
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -266,7 +273,9 @@ class Op:
     def has(self, problem: Problem) -> bool:
         """Whether a call can be such a problem: a table may hold those of another version of the contract."""
         schemes = {scheme.name for scheme in self.schemes}
-        known = problem.op == self.name and problem.scheme in schemes and problem.phase in (FORWARD, BACKWARD)
+        phase = problem.scheme in schemes and problem.phase in (FORWARD, BACKWARD)
+        choice = problem.phase == SCHEME and not problem.scheme and len(schemes) > 1
+        known = problem.op == self.name and (phase or choice)
         return known and problem.dims.keys() == self.dims.keys()
 
     def needs(self, problem: Problem) -> tuple[bool, ...]:
@@ -280,20 +289,21 @@ class Op:
 
     def check(self) -> None:
         """Raise RegistrationError if the contract contradicts itself."""
-        parameters = inspect.signature(self.signature).parameters
-        names = [i.name for i in self.inputs] + [o.name for o in self.options]
         if not self.name.isidentifier():
             raise RegistrationError(f"{self.name!r} is no name for an operation", fix="use an identifier")
+        names = [i.name for i in self.inputs] + [o.name for o in self.options]
+        if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+            raise RegistrationError(f"op {self.name!r} has inputs and options that are no distinct identifiers")
         if taken := RESERVED & set(names):
             raise RegistrationError(f"op {self.name!r} uses reserved names", why=", ".join(sorted(taken)))
-        if list(parameters) != names:
+        theirs = inspect.signature(self.reference).parameters
+        ours = self.signature.parameters
+        if [(p.name, p.default) for p in theirs.values()] != [(p.name, p.default) for p in ours.values()]:
             raise RegistrationError(
-                f"the signature of op {self.name!r} does not take its inputs and options",
-                why=f"it takes ({', '.join(parameters)}), the contract has ({', '.join(names)})",
+                f"the reference of op {self.name!r} does not take its inputs and options",
+                why=f"it takes ({', '.join(map(str, theirs.values()))}), the contract has "
+                f"({', '.join(map(str, ours.values()))})",
             )
-        for option in self.options:
-            if parameters[option.name].default != option.default:
-                raise RegistrationError(f"option {option.name!r} of op {self.name!r} has two defaults")
         if not self.schemes or {FORWARD, BACKWARD} - set(self.order):
             raise RegistrationError(f"op {self.name!r} needs a scheme and an order of implementations for each phase")
 

@@ -2,60 +2,42 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from liger_registry.assembly import HERE, Assembly
+from liger_registry.assembly import build_catalog as build_catalog
 from liger_registry.autograd import Handle, Tensors, make_handle
-from liger_registry.catalog import Catalog, Staging
-from liger_registry.config import Config, Scalar
+from liger_registry.catalog import Catalog
+from liger_registry.config import Scalar
+from liger_registry.decision import Decision, Terms
 from liger_registry.device import Device
-from liger_registry.dispatch import CLUSTER, SHIPPED_TABLES, USER, Decision, Dispatcher, Source, Terms
 from liger_registry.errors import (
-    ConfigOutsideSpaceError,
-    RegistrationError,
     RegistryError,
     TuningWarning,
-    UnknownImplementationError,
     UnsupportedOptionError,
 )
 from liger_registry.explain import Explanation, Explanations, explain
-from liger_registry.implementation import Implementation
+from liger_registry.freezing import make_plan, tabled
 from liger_registry.library import Face, LibraryFace
-from liger_registry.misses import MissLog
 from liger_registry.op import Op
-from liger_registry.plan import Exchange, Plan, agree
-from liger_registry.plugins import PluginRecord, load_kernels, tuning_roots, warn_of
-from liger_registry.problem import BACKWARD, FORWARD, Problem
+from liger_registry.pins import Names, Pins, current, key_of, pins_for
+from liger_registry.plan import Plan
+from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem
 from liger_registry.settings import Settings
-from liger_registry.store import TableStore
-from liger_registry.table import Choice
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What is registered in a running process, not by a distribution; it is selected only after verification, like a plugin.
-HERE = "this process"
-Pins = tuple[tuple[str, str, "Config | None"], ...]
-_pins: ContextVar[Pins] = ContextVar("liger_registry_pins", default=())
 # Decisions by device, problem and terms; some 600 bytes each.
 MEMO = 16_384
 
 
-def build_catalog(settings: Settings | None = None) -> Catalog:
-    """A catalogue with everything that the installed distributions register; what fails is left out with a warning."""
-    catalog = Catalog()
-    warn_of(load_kernels(catalog, settings or Settings.from_environ()))
-    return catalog
-
-
-class Registry:
+class Registry(Assembly):
     """Operations, their implementations, and which one to use.
 
     Args:
@@ -64,17 +46,11 @@ class Registry:
     """
 
     def __init__(self, settings: Settings | None = None, catalog: Catalog | None = None) -> None:
-        self._given_settings, self._given_catalog = settings, catalog
-        self._lock = threading.RLock()
-        self._settings: Settings | None = settings
-        self._dispatcher: Dispatcher | None = None
-        self._records: tuple[PluginRecord, ...] = ()
-        self._building = False
+        super().__init__(settings, catalog)
         self._handles: dict[Any, Handle] = {}
-        self._all_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._memo: dict[Any, Decision] = {}
-        self._misses: MissLog | None = None
-        self.pins = _pins.get
+        self._schemes: dict[tuple[str, Problem], str] = {}
+        self.pins = current.get
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return "registry" if self.public else super().__reduce__()
@@ -84,121 +60,13 @@ class Registry:
         """Whether it is the registry that this package offers as ``registry``."""
         return self is globals().get("registry")
 
-    # -- parts, each made on first use -----------------------------------------------------------------------------
-
-    @property
-    def settings(self) -> Settings:
-        """What the environment said when this registry was first used."""
-        if self._settings is None:
-            self._settings = Settings.from_environ()
-        return self._settings
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """The dispatcher over the catalogue and all tables."""
-        if self._dispatcher is None:
-            with self._lock:
-                if self._dispatcher is None:
-                    self._dispatcher = self._build()
-                    warn_of(self._records)  # last, because a warning may be an error here
-        return self._dispatcher
-
-    def _build(self) -> Dispatcher:
-        if self._building:
-            raise RegistrationError(
-                "a plugin uses the registry while the registry loads its plugins",
-                fix="register into the argument of register(registry)",
-            )
-        catalog = self._given_catalog
-        records: tuple[PluginRecord, ...] = ()
-        if catalog is None:
-            catalog, self._building = Catalog(), True
-            try:
-                records = load_kernels(catalog, self.settings)
-            finally:
-                self._building = False
-        sources = [Source(USER, TableStore(self.settings.cache_dir))]
-        sources += [Source(CLUSTER, TableStore(path, readonly=True)) for path in self.settings.table_dirs]
-        shipped, found = tuning_roots(self.settings)
-        sources += [Source(SHIPPED_TABLES, TableStore(path, readonly=True, trusted=True)) for path in shipped]
-        self._records = (*records, *found)
-        for target, _ in self.settings.pins:
-            catalog.op(target.partition("/")[0])  # raises; a pin of an operation that is not there would do nothing
-        return Dispatcher(catalog, sources, mode=self.settings.mode, on_miss=self._on_miss)
-
-    @property
-    def catalog(self) -> Catalog:
-        """All operations and implementations."""
-        return self.dispatcher.catalog
-
-    @property
-    def plan(self) -> Plan | None:
-        """The frozen plan, if ``freeze`` was called."""
-        return self.dispatcher.plan
-
-    def stores(self) -> tuple[tuple[str, TableStore], ...]:
-        """The stores of tables in the order in which they are searched, as ``(kind, store)``."""
-        return tuple((source.kind, source.store) for source in self.dispatcher.sources)
-
-    @property
-    def user_store(self) -> TableStore:
-        """The store that tuning writes to."""
-        return self.dispatcher.sources[0].store
-
-    @property
-    def misses(self) -> MissLog:
-        """What was asked for and no table answered exactly, earlier runs included."""
-        if self._misses is None:
-            self._misses = MissLog(self.settings.cache_dir / "misses.jsonl")
-        return self._misses
-
-    def plugins(self) -> tuple[PluginRecord, ...]:
-        """What became of every entry point."""
-        self.dispatcher  # noqa: B018 - loads them
-        return self._records
-
-    def op(self, name: str) -> Op:
-        """The contract of an operation; UnknownOpError if there is none."""
-        return self.catalog.op(name)
-
-    # -- registering -----------------------------------------------------------------------------------------------
-
-    def register(self, *items: Op | Implementation) -> None:
-        """Register operations or implementations in this process, all or none of them.
-
-        An implementation is selected automatically only after it passed verification on this device: tune it, or pin
-        it.
-
-        Raises:
-            RegistrationError: an item contradicts itself or its contract.
-            RegistrationClashError: it is there already.
-        """
-        with self.catalog.stage(HERE) as staging:
-            for item in items:
-                staging.register(item)
-        self.forget()
-
-    @contextmanager
-    def stage(self, distribution: str) -> Iterator[Staging]:
-        """A staging under a distribution's name; committed if the block ends without an exception."""
-        with self.catalog.stage(distribution) as staging:
-            yield staging
-        self.forget()
-
-    def reload(self) -> None:
-        """Read the environment, the plugins and the tables anew; handles stay valid."""
-        with self._lock:
-            self._settings, self._dispatcher, self._misses = self._given_settings, None, None
-            self._records = ()
-            self.forget()
-
     # -- choosing --------------------------------------------------------------------------------------------------
 
     def get(
         self,
         op: str,
         *,
-        implementation: str | Mapping[str, str] | None = None,
+        implementation: Names = None,
         config: Mapping[str, Scalar] | None = None,
         memory_budget: int | None = None,
         _pins: Pins = (),
@@ -223,7 +91,7 @@ class Registry:
     def _handle(
         self,
         op: str,
-        implementation: str | Mapping[str, str] | None,
+        implementation: Names,
         config: Mapping[str, Scalar] | None,
         memory_budget: int | None,
         _pins: Pins = (),
@@ -234,21 +102,17 @@ class Registry:
                 why="it is a number of bytes",
                 fix="pass an int of at least 0, or leave it out",
             )
-        key = (op, _pins, memory_budget) if implementation is None and config is None else None
-        if key is not None and (known := self._handles.get(key)) is not None:
+        key = op, _pins, key_of(implementation, config), memory_budget
+        if (known := self._handles.get(key)) is not None:
             return known
         contract = self.catalog.op(op)
-        pins = (*_pins, *self._pins_for(contract, implementation, config))
-        handle = make_handle(contract, self, pins, memory_budget)
-        self._all_handles.add(handle)
-        if key is not None:
-            handle = self._handles.setdefault(key, handle)
-        return handle
+        pins = (*_pins, *pins_for(self.catalog, contract, implementation, config))
+        return self._handles.setdefault(key, make_handle(contract, self, pins, memory_budget))
 
     def _face(
         self,
         op: str,
-        implementation: str | Mapping[str, str] | None,
+        implementation: Names,
         config: Mapping[str, Scalar] | None,
         memory_budget: int | None,
     ) -> Face:
@@ -272,37 +136,12 @@ class Registry:
         Raises:
             UnknownImplementationError: no such implementation.
         """
-        token = _pins.set((*self._pins_for(self.catalog.op(op), implementation, config), *_pins.get()))
+        pins = pins_for(self.catalog, self.catalog.op(op), implementation, config)
+        token = current.set((*pins, *current.get()))
         try:
             yield
         finally:
-            _pins.reset(token)
-
-    def _pins_for(
-        self, op: Op, implementation: str | Mapping[str, str] | None, config: Mapping[str, Scalar] | None
-    ) -> Pins:
-        if implementation is None:
-            if config is not None:
-                raise UnknownImplementationError(
-                    f"a config of {op.name} was given without its implementation",
-                    candidates=[i.id for i in self.catalog.implementations(op.name)],
-                    fix="pass implementation= too",
-                )
-            return ()
-        pins: list[tuple[str, str, Config | None]] = []
-        named = implementation if isinstance(implementation, Mapping) else {"": implementation}
-        for phase, name in named.items():
-            there = [
-                i for i in self.catalog.implementations(op.name) if phase in ("", i.phase) and name in (i.id, i.name)
-            ]
-            if not there:
-                self.catalog.find(op.name, op.schemes[0].name, phase or FORWARD, name)
-            # Of one name on several vendors, each has a space of its own; the device that is called for decides.
-            parsed = _parse(there, config) if config is not None else None
-            # A config belongs to one phase; without a phase it is that of the first that has the implementation.
-            target = f"{op.name}/{phase or there[0].phase}" if phase or parsed is not None else op.name
-            pins.append((target, name, parsed))
-        return tuple(pins)
+            current.reset(token)
 
     def bound(
         self,
@@ -315,13 +154,14 @@ class Registry:
         budget: int | None,
     ) -> Callable[..., tuple[Any, ...]]:
         """For the library face: the launch function of one phase with everything but its tensors filled in."""
-        decision, device = self.choose(op, tensors, options, phase, needs, pins, budget)
+        # A graph that was traced has the shapes of one scheme in it.
+        decision, device = self.choose(op, tensors, options, phase, needs, pins, budget, op.schemes[0].name)
         return decision.implementation.bind(decision.config, device, options, needs if phase == BACKWARD else None)
 
     def terms(self, own: Pins = (), budget: int | None = None) -> Terms:
         """The terms of a choice now: a handle's own pins before those of ``use`` and the environment's."""
         environment = tuple((target, name, None) for target, name in self.settings.pins)
-        return Terms((*own, *_pins.get(), *environment), torch.are_deterministic_algorithms_enabled(), budget)
+        return Terms((*own, *current.get(), *environment), torch.are_deterministic_algorithms_enabled(), budget)
 
     def _terms_of(self, problem: Problem) -> Terms:
         """The terms of a call that this is the problem of, as far as the key tells its budget."""
@@ -335,15 +175,41 @@ class Registry:
         phase: str,
         needs: Sequence[bool],
         budget: int | None,
+        scheme: str | None = None,
     ) -> tuple[Problem, int | None]:
-        """The problem of a call, and the memory budget it is held to."""
-        op.validate(tensors, options)
+        """The problem of a validated call in a scheme, the first by default, and the memory budget it is held to."""
+        scheme = op.schemes[0].name if scheme is None else scheme
         description = op.describe(tensors, options)
-        scheme = op.schemes[0].name
         default = op.budget(op.problem(description, phase, scheme, needs))
         held = next((b for b in (budget, self.settings.memory_budget, default) if b is not None), None)
         # The budget is part of the key only where the operation declares one: elsewhere it is legality alone.
         return op.problem(description, phase, scheme, needs, held if default is not None else None), held
+
+    def device_of(self, tensors: Tensors) -> Device:
+        """The device of a call."""
+        return Device.of(next(t for t in tensors if t is not None).device, interpret=self.settings.interpret)
+
+    @property
+    def device(self) -> Device:
+        """The device that is meant where none is named: the GPU if there is one, else the CPU or the interpreter."""
+        device = Device.default()
+        interpreted = device.vendor == "cpu" and self.settings.interpret
+        return Device.of(torch.device("cpu"), interpret=True) if interpreted else device
+
+    def scheme_of(
+        self, op: Op, tensors: Tensors, options: Mapping[str, Any], needs: Sequence[bool], budget: int | None = None
+    ) -> str:
+        """The scheme of a call; decided before either of its phases."""
+        if len(op.schemes) == 1:
+            return op.schemes[0].name
+        problem, _ = self.problem_of(op, tensors, options, SCHEME, needs, budget, "")
+        device, memo = self.device_of(tensors), self._schemes
+        key = device.fingerprint, problem
+        if (known := memo.get(key)) is None:
+            if _capturing(tensors):
+                return op.schemes[0].name  # no table is read and nothing is kept
+            known = memo[key] = self.dispatcher.decide_scheme(problem, device).scheme
+        return known
 
     def choose(
         self,
@@ -354,20 +220,21 @@ class Registry:
         needs: Sequence[bool],
         pins: Pins = (),
         budget: int | None = None,
+        scheme: str = "",
     ) -> tuple[Decision, Device]:
         """The decision for one phase of a call under a handle's pins and budget, and the device it is for."""
-        problem, budget = self.problem_of(op, tensors, options, phase, needs, budget)
-        tensor = next(t for t in tensors if t is not None)
-        device = Device.of(tensor.device, interpret=self.settings.interpret)
-        terms = self.terms(pins, budget)
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        op.validate(tensors, options)
+        scheme = scheme or self.scheme_of(op, tensors, options, needs, budget)
+        problem, budget = self.problem_of(op, tensors, options, phase, needs, budget, scheme)
+        device, terms = self.device_of(tensors), self.terms(pins, budget)
+        if _capturing(tensors):
             known = self._memo.get((device.fingerprint, problem, terms))
             return known or self.dispatcher.decide_without_io(problem, device, terms), device
         return self.decide(problem, device, terms), device
 
     def decide(self, problem: Problem, device: Device | None = None, terms: Terms | None = None) -> Decision:
         """The decision for a problem on a device (the default one), as a call would get it."""
-        device, terms = device or Device.default(), terms or self._terms_of(problem)
+        device, terms = device or self.device, terms or self._terms_of(problem)
         key = (device.fingerprint, problem, terms)
         memo = self._memo  # the one from before: what was decided while it was forgotten is forgotten with it
         if (known := memo.get(key)) is None:
@@ -379,28 +246,28 @@ class Registry:
 
     def explain(self, problem: Problem, device: Device | None = None, terms: Terms | None = None) -> Explanation:
         """Why a problem on a device is decided as it is."""
-        return explain(self.dispatcher, problem, device or Device.default(), terms or self._terms_of(problem))
+        return explain(self.dispatcher, problem, device or self.device, terms or self._terms_of(problem))
 
     def explain_call(self, handle: Handle, tensors: Tensors, options: Mapping[str, Any]) -> Explanations:
         """The explanations of a call: forward, and backward if anything needs a gradient."""
-        needs = handle.needs(tensors)
-        tensor = next(t for t in tensors if t is not None)
-        device = Device.of(tensor.device, interpret=self.settings.interpret)
+        op, needs, device = handle.op, handle.needs(tensors), self.device_of(tensors)
+        op.validate(tensors, options)
+        scheme = self.scheme_of(op, tensors, options, needs, handle.budget)
         found = []
         for phase in (FORWARD, BACKWARD) if any(needs) else (FORWARD,):
-            problem, budget = self.problem_of(handle.op, tensors, options, phase, needs, handle.budget)
+            problem, budget = self.problem_of(op, tensors, options, phase, needs, handle.budget, scheme)
             found.append(self.explain(problem, device, self.terms(handle.own_pins, budget)))
         return Explanations(found)
 
     def forget(self) -> None:
         """Drop all memos, so that new registrations, tables and plans are seen."""
-        self._memo = {}
-        for handle in list(self._all_handles):
+        self._memo, self._schemes = {}, {}
+        for handle in list(self._handles.values()):
             handle.forget()
 
     # -- tuning and plans ------------------------------------------------------------------------------------------
 
-    def _on_miss(self, problem: Problem, device: Device, decision: Decision) -> bool:
+    def _on_miss(self, problem: Problem, device: Device) -> bool:
         if self.settings.mode == "tune" and self.plan is None:
             try:
                 self.tune([problem], device)
@@ -422,7 +289,7 @@ class Registry:
         here = self._given_catalog is not None or any(i.distribution == HERE for i in known)
         if "catalog_source" not in options:
             options.setdefault("isolate", not here)
-        device = device or Device.default()
+        device = device or self.device
         report = tune(wanted, catalog=self.catalog, device=device, store=self.user_store, **options)
         self.forget()
         return report
@@ -448,26 +315,23 @@ class Registry:
         Raises:
             PlanError: a rank could not decide or cannot carry the plan out; raised on every rank.
         """
-        device = Device.default()
+        device = self.device
         called = self._called(device)
         self.thaw()
-
-        def resolve(problem: Problem) -> Choice:
-            return self.dispatcher.decide(problem, device, self._terms_of(problem), []).choice
-
-        plan = agree(
-            Exchange(group),
-            device.fingerprint,
-            lambda: called | self._tabled(device) if problems is None else problems,
-            resolve,
-            lambda plan: self._validate(plan, device),
+        plan = make_plan(
+            self.dispatcher,
+            device,
+            group,
+            lambda: called | tabled(self.dispatcher, device) if problems is None else problems,
+            self._terms_of,
         )
         self.dispatcher.plan = plan
         self.forget()
         if compile:
             from liger_registry.tuning.preload import preload
 
-            preload(self.catalog, [self.decide(p, device) for place, p in plan if place == device.fingerprint], device)
+            mine = [p for place, p in plan if place == device.fingerprint and p.phase != SCHEME]
+            preload(self.catalog, [self.decide(problem, device) for problem in mine], device)
         return plan
 
     def thaw(self) -> None:
@@ -477,36 +341,12 @@ class Registry:
 
     def _called(self, device: Device) -> set[Problem]:
         """The problems that calls have asked for so far."""
-        return {problem for fingerprint, problem, _ in list(self._memo) if fingerprint == device.fingerprint}
-
-    def _tabled(self, device: Device) -> set[Problem]:
-        """The problems in the tables this process can read, as far as the contracts still have such problems."""
-        found: set[Problem] = set()
-        for op in self.catalog.ops():
-            for source in self.dispatcher.sources if self.settings.mode != "off" else ():
-                tables = [source.store.load(device, op.name)]
-                if source.kind == SHIPPED_TABLES:
-                    tables += source.store.siblings(device, op.name)
-                found |= {problem for table in tables for problem in table.problems if op.has(problem)}
-        return found
-
-    def _validate(self, plan: Plan, device: Device) -> None:
-        for place, problem in plan:
-            if place != device.fingerprint:
-                continue
-            choice = plan.choices[place, problem]
-            if choice.implementation == "any:reference":
-                continue
-            implementation = self.catalog.find(problem.op, problem.scheme, problem.phase, choice.implementation)
-            implementation.space.parse(choice.config)
+        phases = [(place, problem) for place, problem, _ in list(self._memo)]
+        return {problem for place, problem in (*phases, *list(self._schemes)) if place == device.fingerprint}
 
 
-def _parse(implementations: Sequence[Implementation], config: Mapping[str, Scalar]) -> Config:
-    """The config in the first space that has it; ConfigOutsideSpaceError of the first space if none has."""
-    for implementation in implementations:
-        with suppress(ConfigOutsideSpaceError):
-            return implementation.space.parse(config)
-    return implementations[0].space.parse(config)
+def _capturing(tensors: Tensors) -> bool:
+    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 registry = Registry()

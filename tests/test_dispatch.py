@@ -13,15 +13,10 @@ import torch
 
 from liger_registry import Config, Device
 from liger_registry.config import Fields
-from liger_registry.dispatch import (
-    CLUSTER,
-    SHIPPED_TABLES,
-    USER,
-    Terms,
-    reference_implementation,
-)
+from liger_registry.decision import CLUSTER, SHIPPED_TABLES, USER, Terms
 from liger_registry.errors import NoImplementationError
 from liger_registry.problem import BACKWARD
+from liger_registry.reference import reference_implementation
 
 H200, H100 = fakes.H200, fakes.H100
 PROBLEM = fakes.problem(rows=1024)

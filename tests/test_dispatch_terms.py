@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import fakes
@@ -9,18 +10,10 @@ import pytest
 
 from liger_registry import Config
 from liger_registry.config import Fields
-from liger_registry.dispatch import (
-    CLUSTER,
-    HITS,
-    SHIPPED_TABLES,
-    TIERS,
-    USER,
-    Terms,
-    differences,
-)
+from liger_registry.decision import CLUSTER, HITS, SHIPPED_TABLES, TIERS, USER, Terms, differences
 from liger_registry.errors import NoImplementationError, StrictMissError, UnknownImplementationError
 from liger_registry.plan import Plan
-from liger_registry.problem import BACKWARD
+from liger_registry.problem import BACKWARD, SCHEME
 from liger_registry.table import Choice
 
 H200, H100 = fakes.H200, fakes.H100
@@ -225,14 +218,14 @@ def test_strict_takes_hits(tmp_path, hit):
 def test_misses_are_what_no_hit_answers(tmp_path):
     missed = []
     dispatcher, stores = fakes.dispatcher(
-        tmp_path, on_miss=lambda p, d, decision: bool(missed.append((p, decision.source)))
+        tmp_path, on_miss=lambda problem, device: bool(missed.append((problem, device.sku)))
     )
     record(stores[USER])
     dispatcher.decide(PROBLEM, H200)
     assert missed == []
     far = fakes.problem(rows=4096)
     dispatcher.decide(far, H200)
-    assert missed == [(far, "near")]
+    assert missed == [(far, "h200")]
     ask(dispatcher, far)  # a traced question records nothing
     assert len(missed) == 1
     assert set(HITS) < set(TIERS)
@@ -241,7 +234,7 @@ def test_misses_are_what_no_hit_answers(tmp_path):
 def test_tuning_on_a_miss_happens_once_for_many_threads(tmp_path):
     tuned = []
 
-    def tune(problem, device, decision):
+    def tune(problem, device):
         tuned.append(problem)
         record(stores[USER], problem=problem, block=128)
         return True
@@ -280,3 +273,34 @@ def test_differences():
         "rows 1024/1",
         "needs None/x,w",
     ]
+
+
+def two_schemes(tmp_path, **options):
+    op = fakes.make_op()
+    first = op.schemes[0]
+    op = dataclasses.replace(op, schemes=(first, dataclasses.replace(first, name="other")))
+    return fakes.dispatcher(tmp_path, cat=fakes.catalog(op=op), **options)
+
+
+@pytest.mark.parametrize(("store", "source"), [(USER, "exact"), (SHIPPED_TABLES, "shipped")])
+def test_a_scheme_is_a_decision_of_its_own(tmp_path, store, source):
+    dispatcher, stores = two_schemes(tmp_path)
+    asked = fakes.Problem("affine", "", SCHEME, PROBLEM.dims, PROBLEM.dtypes, PROBLEM.flags)
+    first = dispatcher.decide_scheme(asked, H200)
+    assert (first.scheme, first.source) == ("default", "heuristic")
+    entry = fakes.stored(asked, "scheme:other", None, source="whatever")
+    stores[store].record(H200, "affine", decisions=[entry])
+    found = dispatcher.decide_scheme(asked, H200)
+    assert (found.scheme, found.source) == ("other", source)
+    gone = fakes.stored(asked, "scheme:gone", None, source="whatever")
+    stores[store].record(H200, "affine", decisions=[gone])
+    assert dispatcher.decide_scheme(asked, H200).scheme == "default"
+    dispatcher.plan = Plan({(H200.fingerprint, asked): found.choice})
+    assert dispatcher.decide_scheme(asked, H200).source == "plan"
+
+
+def test_strict_holds_for_schemes_too(tmp_path):
+    dispatcher, _ = two_schemes(tmp_path, mode="strict")
+    asked = fakes.Problem("affine", "", SCHEME, PROBLEM.dims, PROBLEM.dtypes, PROBLEM.flags)
+    with pytest.raises(StrictMissError):
+        dispatcher.decide_scheme(asked, H200)

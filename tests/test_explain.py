@@ -8,7 +8,7 @@ import fakes
 import pytest
 
 from liger_registry import Config
-from liger_registry.dispatch import SHIPPED_TABLES, USER, Terms
+from liger_registry.decision import SHIPPED_TABLES, USER, Terms
 from liger_registry.explain import Explanations, explain
 from liger_registry.plan import Plan
 

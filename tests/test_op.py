@@ -159,10 +159,10 @@ def test_schemes_by_name():
 
 
 def with_default(gain):
-    def signature(x, w=None, gain=gain, style="plain", steps=1, exact=False):
-        return fakes.signature(x, w, gain, style, steps, exact)
+    def reference(x, w=None, gain=gain, style="plain", steps=1, exact=False):
+        return fakes.reference(x, w, gain, style, steps, exact)
 
-    return signature
+    return reference
 
 
 def test_a_sound_contract_passes():
@@ -174,9 +174,9 @@ def test_a_sound_contract_passes():
     [
         {"name": "no name"},
         {"name": "../escape"},
-        {"signature": lambda x, w=None: None},
-        {"signature": lambda w=None, x=None, gain=1.0, style="plain", steps=1, exact=False: None},
-        {"signature": with_default(2.0)},
+        {"reference": lambda x, w=None: None},
+        {"reference": lambda w=None, x=None, gain=1.0, style="plain", steps=1, exact=False: None},
+        {"reference": with_default(2.0)},
         {"schemes": ()},
         {"order": {FORWARD: ()}},
         {"inputs": (Input("x"), Input("needs"))},

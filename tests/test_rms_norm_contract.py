@@ -13,8 +13,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from liger_registry import registry
 from liger_registry.config import Fields
-from liger_registry.errors import InvalidInputError, UnsupportedDtypeError, UnsupportedOptionError
+from liger_registry.errors import DeviceMismatchError, InvalidInputError, UnsupportedDtypeError, UnsupportedOptionError
 from liger_registry.examples import STYLES, fill
 from liger_registry.op import DimKind
 from liger_registry.ops.rms_norm import CASTINGS, DTYPES, OP
@@ -193,15 +194,24 @@ def test_options_that_are_refused(options):
         OP.bind((torch.ones(2, 2),), options)
 
 
-def test_the_key_tells_apart_what_a_choice_depends_on():
+def test_the_memo_tells_apart_what_a_choice_depends_on():
+    handle = registry.get("rms_norm", memory_budget=1 << 42)
     x, w = torch.ones(2, 4), torch.ones(4)
     calls = [
         (x, w), (x, None), (x[:1], w), (x.bfloat16(), w), (x, w.bfloat16()), (x.clone().requires_grad_(), w),
-        (x, w.clone().requires_grad_()), (x.to("meta"), w), (x, torch.nn.Parameter(w)), (x, w, 1e-5), (x, w, 1e-6, 1.0),
+        (x, w.clone().requires_grad_()), (x, torch.nn.Parameter(w)), (x, w, 1e-5), (x, w, 1e-6, 1.0),
         (x, w, 1e-6, 0.0, "gemma"),
     ]  # fmt: skip
-    keys = [OP.signature(*call)[0] for call in calls]
-    assert len(set(keys)) == len(calls)
-    assert OP.signature(x.clone(), w.clone())[0] == keys[0]
+    for count, call in enumerate(calls, 1):
+        handle(*call)
+        assert len(handle._memo) == count
+    handle(x.clone(), weight=w.clone())
+    assert len(handle._memo) == len(calls)
+    with pytest.raises(DeviceMismatchError):  # of the same shapes as an entry
+        handle(x.to("meta"), w)
+
+
+def test_descriptions_hold_actual_sizes():
+    x, w = torch.ones(2, 4), torch.ones(4)
     assert dict(OP.describe((x, w), OPTIONS).dims) == {"hidden": 4, "rows": 2}
     assert OP.describe((torch.empty(0, 4), None), OPTIONS).dims == Fields(rows=0, hidden=4)

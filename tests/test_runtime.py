@@ -13,7 +13,7 @@ from fake_registry import W, X, build, calls, fake_tuner, problem, problem_of_no
 
 import liger_registry
 from liger_registry import Config, Registry
-from liger_registry.dispatch import USER
+from liger_registry.decision import USER
 from liger_registry.errors import (
     ConfigOutsideSpaceError,
     RegistrationClashError,

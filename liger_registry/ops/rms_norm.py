@@ -37,36 +37,6 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 CASTINGS = ("llama", "gemma", "none")
 
 
-def signature(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[tuple[Any, ...], Tensors]:
-    """What the choice depends on; see ``Op.signature``."""
-    key: tuple[Any, ...]
-    if weight is None:
-        key = (type(x), x.shape, x.dtype, x.device, x.requires_grad, None, eps, offset, casting)
-    else:
-        key = (
-            type(x),
-            x.shape,
-            x.dtype,
-            x.device,
-            x.requires_grad,
-            type(weight),
-            weight.shape,
-            weight.dtype,
-            weight.device,
-            weight.requires_grad,
-            eps,
-            offset,
-            casting,
-        )
-    return key, (x, weight)
-
-
 def validate(inputs: Tensors, options: Mapping[str, Any]) -> None:
     """Raise if a call contradicts the contract; sizes may be symbolic.
 
@@ -237,7 +207,6 @@ OP = Op(
     outputs=("y",),
     schemes=(Scheme("default", ("x", "weight"), ("rstd",), allocate, _scheme_reference),),
     dims={"rows": DimKind.BUCKET, "hidden": DimKind.EXACT},
-    signature=signature,
     validate=validate,
     describe=describe,
     reference=reference,

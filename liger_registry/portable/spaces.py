@@ -67,9 +67,10 @@ def _rms_norm(phase: str) -> tuple[Implementation, ...]:
         phase=phase,
         name="row_chunks",
         launch=launch + "row_chunks",
-        space=ConfigSpace(slab_rows=[64, 256, 1024, 4096]).where(
-            lambda c, p, d: c.slab_rows in (64, p.rows) or c.slab_rows < p.rows, "the slab has more rows than there are"
-        ),
+        # Below 2^20 elements all of it stays in the cache, and one pass over it is up to 2.7 times as fast.
+        space=ConfigSpace(slab_rows=[64, 256, 1024, 4096])
+        .where(lambda c, p, d: p.rows * p.hidden >= 1 << 20, "all of it fits the cache")
+        .where(lambda c, p, d: c.slab_rows == 64 or c.slab_rows < p.rows, "the slab has more rows than there are"),
         heuristic=_rms_norm_slab,
         extra_bytes=_rms_norm_slab_bytes,
         # On a GPU each slab is a handful of launches, and there is no cache that it would have to fit.

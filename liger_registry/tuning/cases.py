@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from liger_registry.config import Scalar
+from liger_registry.config import Fields, Scalar
 from liger_registry.errors import RegistryError
 from liger_registry.examples import STYLES, fill
-from liger_registry.op import Op, Scheme
+from liger_registry.op import DimKind, Op, Scheme
 from liger_registry.problem import BACKWARD, Problem
 from liger_registry.tuning.layouts import place
 
 if TYPE_CHECKING:
     Tensors = tuple[torch.Tensor | None, ...]
 
+CONTIGUOUS = ("guarded", "guarded")
 # Layout of inputs and of gradients by style; a gradient often comes expanded (`y.sum()`), transposed or as a slice.
 _LAYOUTS = {
-    "random": ("guarded", "guarded"),
+    "random": CONTIGUOUS,
     "tail": ("guarded", "padded"),
     "spike": ("guarded", "scalar"),
     "tiny": ("guarded", "transposed"),
     "shifted": ("padded", "rows"),
-    "zeros": ("guarded", "guarded"),
+    "zeros": CONTIGUOUS,
 }
 
 
@@ -163,7 +164,7 @@ def make_case(
         label: in place of one made of sizes and style.
     """
     options = op.options_of(problem) if options is None else options
-    input_layout, grad_layout = layouts or _LAYOUTS.get(style, ("guarded", "guarded"))
+    input_layout, grad_layout = layouts or _LAYOUTS.get(style, CONTIGUOUS)
     raw = op.example(problem, device, seed, style)
     raw = raw if reshape is None else reshape(raw)
     buffers: list[torch.Tensor] = []
@@ -230,13 +231,81 @@ def other_options(op: Op, problem: Problem, inputs: Tensors) -> dict[str, Scalar
     return options if alike else None
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a case is made from.
+
+    Attributes:
+        problem: with the actual sizes.
+        style: of the inputs.
+        seed: fixes their values.
+        layouts: of inputs and gradients.
+        options: in place of those the problem fixes.
+    """
+
+    problem: Problem
+    style: str
+    seed: int
+    layouts: tuple[str, str]
+    options: Fields | None = None
+
+    def make(self, op: Op, device: Any) -> Case:  # noqa: ANN401
+        """The case."""
+        own, label = op.options_of(self.problem), ""
+        if self.options is not None:
+            changed = ",".join(f"{k}={v}" for k, v in self.options.items() if v != own[k])
+            label = f"{self.problem.dims.text} {changed}"
+        return make_case(
+            op,
+            op.scheme(self.problem.scheme),
+            self.problem,
+            self.style,
+            self.seed,
+            device,
+            options=own if self.options is None else dict(self.options),
+            layouts=self.layouts,
+            label=label,
+        )
+
+
+def recipes(
+    op: Op, problem: Problem, proxies: Sequence[Mapping[str, int]], styles: Sequence[str], seed: int, full: bool = True
+) -> list[Recipe]:
+    """The cases of a problem's proxies.
+
+    Args:
+        op: the operation.
+        problem: the problem.
+        proxies: sizes that take the place of its own.
+        styles: of the inputs.
+        seed: fixes the values.
+        full: each style in its own layout; else the same values, all of them contiguous.
+    """
+    found: list[Recipe] = []
+    for dims in proxies:
+        small = problem.having(**dims)
+        # Sizes that only large configs need: a few styles of them keep one candidate within seconds on a CPU.
+        for style in styles if math.prod(_sizes(small)) <= LARGE else [s for s in styles if s in FEW] or styles:
+            # The style's own number keeps the values of one style the same, whichever others are asked for.
+            own = seed + 1000 * STYLES.index(style)
+            found.append(Recipe(small, style, own, _LAYOUTS[style] if full else CONTIGUOUS))
+    if proxies and found and math.prod(_sizes(problem.having(**proxies[0]))) <= LARGE:
+        small = problem.having(**proxies[0])
+        options = other_options(op, small, op.example(small, "meta", seed, "random"))
+        if options is not None:
+            found.append(Recipe(small, "random", seed + 7, CONTIGUOUS, Fields(options)))
+    return found
+
+
 class CaseCache:
     """Cases that several candidates share, up to a number of bytes; the worker holds one."""
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self._max = max_bytes
         self._bytes = 0
-        self._cases: dict[tuple[Any, ...], list[Case]] = {}
+        self._group: object = None
+        self._cases: dict[tuple[Recipe, str], Case] = {}
+        self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
 
     def get(
         self,
@@ -246,61 +315,37 @@ class CaseCache:
         styles: Sequence[str],
         seed: int,
         device: Any,  # noqa: ANN401
+        full: bool = True,
     ) -> Sequence[Callable[[], Case]]:
-        """The cases of a problem's proxies, each made when it is called for."""
-        key = (problem.op, tuple(problem.having(**dims) for dims in proxies), tuple(styles), seed, str(device))
-        if key not in self._cases:
+        """The cases of a problem's proxies, each made when it is called for; arguments are those of ``recipes``."""
+        # Candidates differ in their proxies and problems in their rows, and many of the cases are the same.
+        exact = {n: size for n, size in problem.dims.items() if op.dims.get(n) is not DimKind.BUCKET}
+        group = (problem.op, problem.scheme, problem.phase, Fields(exact), problem.dtypes, problem.flags)
+        if group != self._group:
             # Problems come one after the other: another one's cases are not asked for again soon.
             self.clear()
-            self._cases[key] = []
-        known = self._cases[key]
-        makers = _makers(op, problem, proxies, styles, seed, device)
+            self._group = group
+        key = (tuple(problem.having(**dims) for dims in proxies), tuple(styles), seed, full)
+        if key not in self._recipes:
+            self._recipes[key] = recipes(op, problem, proxies, styles, seed, full)
 
-        def at(index: int) -> Case:
-            if index < len(known):
-                return known[index]
-            case = makers[index]()
-            if index == len(known) and self._bytes + case.bytes <= self._max:
-                known.append(case)
-                self._bytes += case.bytes
+        def at(recipe: Recipe) -> Case:
+            case = self._cases.get((recipe, str(device)))
+            if case is None:
+                case = recipe.make(op, device)
+                if self._bytes + case.bytes <= self._max:
+                    self._cases[recipe, str(device)] = case
+                    self._bytes += case.bytes
             return case
 
-        return [lambda index=index: at(index) for index in range(len(makers))]  # type: ignore[misc]
+        return [lambda recipe=recipe: at(recipe) for recipe in self._recipes[key]]  # type: ignore[misc]
 
     def clear(self) -> None:
         """Let go of everything held."""
         self._cases.clear()
+        self._recipes.clear()
         self._bytes = 0
 
 
 def _sizes(problem: Problem) -> list[int]:
     return [int(getattr(problem, name)) for name in problem.dims]
-
-
-def _makers(
-    op: Op,
-    problem: Problem,
-    proxies: Sequence[Mapping[str, int]],
-    styles: Sequence[str],
-    seed: int,
-    device: Any,  # noqa: ANN401
-) -> list[Callable[[], Case]]:
-    scheme = op.scheme(problem.scheme)
-    makers: list[Callable[[], Case]] = []
-    for dims in proxies:
-        small = problem.having(**dims)
-        # Sizes that only large configs need: a few styles of them keep one candidate within seconds on a CPU.
-        for style in styles if math.prod(_sizes(small)) <= LARGE else [s for s in styles if s in FEW] or styles:
-            # The style's own number keeps the values of one style the same, whichever others are asked for.
-            own = seed + 1000 * STYLES.index(style)
-            makers.append(lambda p=small, s=style, n=own: make_case(op, scheme, p, s, n, device))  # type: ignore[misc]
-    if proxies and makers and math.prod(_sizes(problem.having(**proxies[0]))) <= LARGE:
-        small = problem.having(**proxies[0])
-        options = other_options(op, small, op.example(small, device, seed, "random"))
-        if options is not None:
-            text = ",".join(f"{k}={v}" for k, v in options.items() if v != op.options_of(small)[k])
-            label = f"{small.dims.text} {text}"
-            makers.append(
-                lambda: make_case(op, scheme, small, "random", seed + 7, device, options=options, label=label)
-            )
-    return makers

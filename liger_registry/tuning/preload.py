@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from liger_registry.dispatch import Decision
+from liger_registry.decision import Decision
 from liger_registry.problem import BACKWARD
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 
 from liger_registry import Capability, Catalog, Config, ConfigSpace, Device, Implementation, Problem
 from liger_registry.config import Fields
-from liger_registry.dispatch import CLUSTER, SHIPPED_TABLES, USER, Dispatcher, Source
+from liger_registry.decision import CLUSTER, SHIPPED_TABLES, USER, Source
+from liger_registry.dispatch import Dispatcher
 from liger_registry.examples import fill
 from liger_registry.implementation import OWN_DISTRIBUTION, source_hash
 from liger_registry.launch import triton_version
@@ -20,11 +21,6 @@ from liger_registry.table import Choice, Provenance, Sample, Stored
 
 H100, H200, MI300X, CPU = (Device.parse(name) for name in ("h100-sxm", "h200", "mi300x", "cpu"))
 PROTOCOL = "cuda-events-1"
-
-
-def signature(x, w=None, gain=1.0, style="plain", steps=1, exact=False):
-    absent = None if w is None else (type(w), w.shape, w.dtype, w.device, w.requires_grad)
-    return (type(x), x.shape, x.dtype, x.device, x.requires_grad, absent, gain, style, steps, exact), (x, w)
 
 
 def reference(x, w=None, gain=1.0, style="plain", steps=1, exact=False):
@@ -77,7 +73,6 @@ def make_op(name="affine", **changes):
             ),
         ),
         "dims": {"rows": DimKind.BUCKET, "hidden": DimKind.EXACT},
-        "signature": signature,
         "validate": lambda inputs, options: None,
         "describe": describe,
         "reference": reference,

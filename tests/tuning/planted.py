@@ -40,10 +40,6 @@ def reset() -> None:
 # --- the contract -----------------------------------------------------------------------------------------------------
 
 
-def signature(x, w, gain=1.0):
-    return (type(x), type(w), x.shape, x.dtype, x.device, w.dtype, x.requires_grad, w.requires_grad, gain), (x, w)
-
-
 def validate(inputs, options):
     x, w = inputs
     if x.dim() == 0 or w.shape != x.shape[-1:]:
@@ -100,7 +96,6 @@ def make_op(name, schemes, order):
         outputs=("y",),
         schemes=schemes,
         dims={"rows": DimKind.BUCKET, "hidden": DimKind.EXACT},
-        signature=signature,
         validate=validate,
         describe=describe,
         reference=reference,
