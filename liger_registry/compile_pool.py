@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import threading
 from collections.abc import Sequence
@@ -23,20 +22,47 @@ def compile_many(
     cache_dir: Path | None = None,
     timeout_s: float = 600,
 ) -> list[Compiled | CompileError]:
-    """Compile recorded launches in worker processes, each what it compiles to or why it does not, in the order given.
+    """Compile recorded launches in worker processes that end afterwards; see ``CompilePool``."""
+    with CompilePool(processes) as pool:
+        return pool.compile(records, target, cache_dir, timeout_s)
 
-    A worker that dies, or is at one record for more than ``timeout_s`` seconds, fails that record alone; another takes
-    its place. Records that differ in nothing but the grid are compiled once. Workers are spawned: a script that calls
-    this needs the ``if __name__ == "__main__"`` guard.
+
+class CompilePool:
+    """Worker processes that compile recorded launches, and stay until the pool is closed.
+
+    A worker takes seconds to import what it compiles with, so it is started when there is work for it, and kept.
+    Workers are spawned: a script that uses a pool needs the ``if __name__ == "__main__"`` guard.
+
+    Args:
+        processes: how many there are at most.
     """
-    unique = {(r.kernel, r.arguments, _typed(r.constexprs), _typed(r.options)): r for r in records}
-    waiting: SimpleQueue[Any] = SimpleQueue()
-    for item in unique.items():
-        waiting.put(item)
-    found: dict[Any, Compiled | CompileError] = {}
 
-    def work() -> None:
-        with contextlib.closing(_Worker()) as worker:
+    def __init__(self, processes: int = 2) -> None:
+        self._workers = [_Worker() for _ in range(max(1, processes))]
+        self._known: dict[Any, Compiled] = {}
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def compile(
+        self, records: Sequence[LaunchRecord], target: Target, cache_dir: Path | None = None, timeout_s: float = 600
+    ) -> list[Compiled | CompileError]:
+        """Compile recorded launches, each what it compiles to or why it does not, in the order given.
+
+        A worker that dies, or is at one record for more than ``timeout_s`` seconds, fails that record alone; another
+        takes its place. Records that differ in nothing but the grid are compiled once, also over several calls.
+        """
+        keys = [(target, r.kernel, r.arguments, _typed(r.constexprs), _typed(r.options)) for r in records]
+        found: dict[Any, Compiled | CompileError] = {key: self._known[key] for key in keys if key in self._known}
+        missing = {key: record for key, record in zip(keys, records, strict=True) if key not in found}
+        waiting: SimpleQueue[Any] = SimpleQueue()
+        for item in missing.items():
+            waiting.put(item)
+
+        def work(worker: _Worker) -> None:
             while True:
                 try:
                     key, record = waiting.get_nowait()
@@ -44,12 +70,20 @@ def compile_many(
                     return
                 found[key] = worker.compile(record, target, cache_dir, timeout_s)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(max(1, min(processes, len(unique))))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[r.kernel, r.arguments, _typed(r.constexprs), _typed(r.options)] for r in records]
+        # The workers that are there already are the first ones.
+        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in self._workers[: len(missing)]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Not the failures: a worker may have died of what will not happen again.
+        self._known.update({key: result for key in missing if isinstance(result := found[key], Compiled)})
+        return [found[key] for key in keys]
+
+    def close(self) -> None:
+        """End the workers; the pool starts others if it is used again."""
+        for worker in self._workers:
+            worker.close()
 
 
 def _typed(items: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str, Any], ...]:

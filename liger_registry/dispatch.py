@@ -46,7 +46,7 @@ from liger_registry.launch import triton_version
 from liger_registry.op import DimKind
 from liger_registry.problem import FORWARD, SCHEME, Problem
 from liger_registry.reference import reference_implementation
-from liger_registry.table import NOISY, OK, Choice, Stored, Table
+from liger_registry.table import Choice, Stored, Table
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
@@ -253,11 +253,7 @@ class Dispatcher:
         for source in self._readable:
             for sample in source.store.load(device, problem.op).samples_of(problem):
                 config, time = sample.choice.config, sample.time_us
-                if (
-                    sample.choice.implementation != implementation.id
-                    or sample.status not in (OK, NOISY)
-                    or time is None
-                ):
+                if sample.choice.implementation != implementation.id or not sample.verified or time is None:
                     continue
                 if (best is None or time < best[0]) and not implementation.why_illegal(
                     config, problem, device, terms.budget

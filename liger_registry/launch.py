@@ -364,13 +364,16 @@ def _record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], parameter
         return False
     records, aligned = recording
     name = kernel.fn.__name__
-    _, options = bind(name, kernel_parameters(kernel), len(args), tuple(parameters))
+    known = kernel_parameters(kernel)
+    sources, options = bind(name, known, len(args), tuple(parameters))
+    # A size that the kernel opts out of must not tell records apart: they would be compiled once for each of its kinds.
+    special = {source: p.specialize for source, p in zip(sources, known, strict=True)}
     if all(_expand(name, grid)):
         records.append(
             LaunchRecord(
                 kernel=f"{kernel.fn.__module__}:{kernel.fn.__qualname__}",
                 grid=tuple(grid),
-                arguments=tuple(Argument.of(arg, aligned) for arg in args),
+                arguments=tuple(Argument.of(arg, aligned, special[n]) for n, arg in enumerate(args)),
                 constexprs=tuple(sorted((k, v) for k, v in parameters.items() if k not in options)),
                 options=tuple(sorted((k, parameters[k]) for k in options)),
             )

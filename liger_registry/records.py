@@ -15,7 +15,8 @@ class Argument:
         dtype: a pointer's dtype, ``bfloat16``.
         aligned: whether a pointer is divisible by 16 bytes.
         small: whether 32-bit byte offsets reach all of a pointer's storage (AMD specialises on it).
-        value: an int that stands for all that Triton specialises alike: 1, or 16 or 17 above 0, 2**32 or 2**63.
+        value: an int that stands for all that Triton specialises alike: 1, or 16 or 17 above 0, 2**32 or 2**63; where
+            it does not specialise, only the base counts, and is stood for by 17 above it.
     """
 
     kind: str
@@ -25,14 +26,22 @@ class Argument:
     value: int = 0
 
     @classmethod
-    def of(cls, value: Any, aligned: bool = True) -> Argument:  # noqa: ANN401
-        """The argument as a launch would see it, on memory that is or is not aligned."""
+    def of(cls, value: Any, aligned: bool = True, specialize: bool = True) -> Argument:  # noqa: ANN401
+        """The argument as a launch would see it, on memory that is or is not aligned.
+
+        Args:
+            value: what a launch is given.
+            aligned: whether its memory is taken to be aligned.
+            specialize: whether the kernel's parameter lets Triton specialise on an int's value.
+        """
         if value is None:
             return cls("none")
         if isinstance(value, bool):
             return cls("bool")
         if isinstance(value, int):
             base = 0 if -(2**31) <= value < 2**31 else 2**63 if value >= 2**63 else 2**32
+            if not specialize:
+                return cls("int", value=base + 17)
             return cls("int", value=1 if value == 1 else base + (17 if value % 16 else 16))
         if isinstance(value, float):
             return cls("float")

@@ -18,6 +18,8 @@ from liger_registry.problem import Problem
 OK, NOISY, WRONG = "ok", "noisy", "wrong"
 STATUSES = (OK, "compile", "resources", WRONG, "memory", "timeout", "crash", "error", NOISY)
 MAX_SAMPLES = 64
+#: The detail of a sample whose candidate was timed and has not passed verification with tensors of every layout.
+PARTLY = "verified with contiguous tensors alone"
 
 Directory = tuple[str, str, str]
 DecisionKey = tuple[Problem, str]
@@ -100,10 +102,10 @@ class Sample:
     Attributes:
         problem: what it was tried on.
         choice: implementation and config.
-        status: one of ``STATUSES``; ``ok`` is verified and timed.
+        status: one of ``STATUSES``; ``ok`` is timed, and verified as far as ``detail`` says.
         time_us: median time in microseconds; None if it was not timed.
         extra_bytes: peak of memory beyond the outputs, in bytes; None if it was not seen.
-        detail: why it failed, in one line.
+        detail: why it failed, in one line; ``PARTLY`` if it may not serve yet.
         protocol: how it was measured; part of the key.
         provenance: where it came from.
     """
@@ -121,6 +123,11 @@ class Sample:
     def key(self) -> SampleKey:
         """What a newer sample must agree in to replace this one, beside device and operation."""
         return self.problem, self.choice, self.protocol
+
+    @property
+    def verified(self) -> bool:
+        """Whether it passed the whole of verification."""
+        return self.status in (OK, NOISY) and self.detail != PARTLY
 
 
 class Identified(Protocol):
@@ -238,9 +245,9 @@ class Table:
             problem = entry.problem
             return (entry.choice.implementation, problem.scheme, problem.phase, entry.provenance.source) == asked
 
-        statuses = {sample.status for sample in self.samples.values() if same(sample)}
-        passed = bool(statuses & {OK, NOISY}) or any(map(same, self.decisions.values()))
-        return passed and WRONG not in statuses
+        found = [sample for sample in self.samples.values() if same(sample)]
+        passed = any(sample.verified for sample in found) or any(map(same, self.decisions.values()))
+        return passed and not any(sample.status == WRONG for sample in found)
 
     def merged(self, decisions: Iterable[Stored] = (), samples: Iterable[Sample] = ()) -> Table:
         """This table with newer entries.

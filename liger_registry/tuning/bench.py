@@ -15,23 +15,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from liger_registry.compile import fits, target_of
-from liger_registry.compile_pool import compile_many
+from liger_registry.compile_pool import CompilePool
 from liger_registry.errors import CompileError
+from liger_registry.examples import STYLES
 from liger_registry.launch import record, triton_available
 from liger_registry.op import DimKind, Op
 from liger_registry.problem import BACKWARD, Problem
-from liger_registry.table import OK, WRONG
+from liger_registry.table import OK, WRONG, Choice
 from liger_registry.tuning.candidates import Candidate
-from liger_registry.tuning.cases import CaseCache, gradient
+from liger_registry.tuning.cases import CONTIGUOUS, CaseCache, Recipe, gradient, recipes
+from liger_registry.tuning.layouts import place
 from liger_registry.tuning.measure import CPU_CALL_S, CpuTimer, CudaTimer, Timer, extra_bytes, measure
 from liger_registry.tuning.verify import proxies_for, verify
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
+    from liger_registry.config import Fields
     from liger_registry.device import Device
 
 # Seconds between two looks at which other processes use the device.
 _LOOK_S = 5.0
+META = torch.device("meta")
 _GPU_FAULTS = ("CUDA error", "HIP error", "illegal memory access", "misaligned address", "device-side assert")
 
 
@@ -70,17 +74,19 @@ class Runner(Protocol):
     def describe(self) -> Mapping[str, str]:
         """Versions and clocks, for provenance."""
 
-    def compile(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Compile ahead; not ok is what does not compile or fit."""
+    def compile(self, problem: Problem, candidates: Sequence[Candidate], full: bool = True) -> list[Outcome]:
+        """Compile ahead what ``verify`` and ``measure`` run; not ok is what does not compile or fit."""
 
     def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
         """About how long one call takes."""
 
-    def verify(self, problem: Problem, candidate: Candidate) -> Outcome:
-        """Hold a candidate against the reference."""
+    def verify(self, problem: Problem, candidate: Candidate, full: bool = True) -> Outcome:
+        """Hold a candidate against the reference, with tensors of every layout or with contiguous ones alone."""
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], budget_us: float) -> list[Outcome]:
-        """Time candidates in turn."""
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
+    ) -> list[Outcome]:
+        """Time candidates in turn; one that takes longer than ``stop_us`` gets a few samples only."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -129,6 +135,8 @@ class Bench:
         self._clock = clock
         self._timer: Timer | None = None
         self._cases = CaseCache()
+        self._pool = CompilePool(self.processes)
+        self._extra: dict[Choice, int | None] = {}
         self._tensors: tuple[Problem, tuple[Any, ...]] | None = None
         self._looked, self._seen = -math.inf, False
 
@@ -141,32 +149,36 @@ class Bench:
             found.update(driver=driver.strip(), clocks=f"max {' '.join(clocks.split())}")
         return found
 
-    def compile(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Compile what each candidate launches, at the problem's sizes and the proxies', in a pool of processes."""
+    def compile(self, problem: Problem, candidates: Sequence[Candidate], full: bool = True) -> list[Outcome]:
+        """Compile what each candidate launches, at the problem's sizes and in verification, in a pool of processes."""
         if self.torch_device.type != "cuda" or not triton_available():
             return [Outcome(OK) for _ in candidates]
         wanted: list[Any] = []
         spans: list[Any] = []
-        for candidate in candidates:
+        for index, candidate in enumerate(candidates):
+            self.starting(index)
             try:
-                records = [r for p in self._sizes(problem, candidate) for r in self._record(p, candidate)]
+                kinds = self._recipes(problem, candidate, full)
+                records = [r for recipe in kinds for r in self._record(recipe, candidate)]
             except Exception as error:
                 spans.append(failure(error))
                 continue
             spans.append(range(len(wanted), len(wanted) + len(records)))
             wanted += records
-        compiled = compile_many(wanted, target_of(self.device), self.processes) if wanted else []
+        compiled = self._pool.compile(wanted, target_of(self.device)) if wanted else []
         return [span if isinstance(span, Outcome) else self._fit([compiled[n] for n in span]) for span in spans]
 
-    def _sizes(self, problem: Problem, candidate: Candidate) -> list[Problem]:
+    def _recipes(self, problem: Problem, candidate: Candidate, full: bool) -> list[Recipe]:
+        """The problem itself and the cases of its verification, each kind of tensors once."""
         op = self.catalog.op(problem.op)
         proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
-        return [problem, *(problem.having(**dims) for dims in proxies)]
+        cases = [Recipe(problem, "random", 0, CONTIGUOUS), *recipes(op, problem, proxies, STYLES, 0, full)]
+        return list({(r.problem, r.layouts, r.options): r for r in cases}.values())
 
-    def _record(self, problem: Problem, candidate: Candidate) -> list[Any]:
-        tensors = self._arguments(self.catalog.op(problem.op), problem, torch.device("meta"))
+    def _record(self, recipe: Recipe, candidate: Candidate) -> list[Any]:
+        tensors = self._arguments(self.catalog.op(recipe.problem.op), recipe.problem, META, recipe.layouts)
         with torch.no_grad(), record() as records:
-            self._bound(problem, candidate)(*tensors)
+            self._bound(recipe.problem, candidate, recipe.options)(*tensors)
         return list(records)
 
     def _fit(self, found: Sequence[Any]) -> Outcome:
@@ -180,8 +192,8 @@ class Bench:
                 return Outcome("resources", reason)
         return Outcome(OK)
 
-    def verify(self, problem: Problem, candidate: Candidate) -> Outcome:
-        """Hold a candidate against the reference."""
+    def verify(self, problem: Problem, candidate: Candidate, full: bool = True) -> Outcome:
+        """Hold a candidate against the reference, with tensors of every layout or with contiguous ones alone."""
         op = self.catalog.op(problem.op)
         with self._caught() as caught:
             implementation, config = candidate.implementation, candidate.config
@@ -193,6 +205,7 @@ class Bench:
                 self.device,
                 self.torch_device,
                 cache=self._cases,
+                full=full,
                 starting=lambda case: self.starting(0),
             )
             caught.append(Outcome(OK) if found.passed else Outcome(WRONG, found.detail[:500]))
@@ -217,7 +230,9 @@ class Bench:
         self._forget()
         return caught[0]
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], budget_us: float) -> list[Outcome]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
+    ) -> list[Outcome]:
         """Time candidates in turn; a failure fails the one that was starting, and the others are not timed."""
         current = [0]
 
@@ -231,10 +246,12 @@ class Bench:
             for index, candidate in enumerate(candidates):
                 starting(index)
                 calls.append(self._call(problem, candidate))
-                calls[-1]()
-                extras.append(extra_bytes(calls[-1], self.torch_device))
+                if candidate.choice not in self._extra:
+                    calls[-1]()
+                    self._extra[candidate.choice] = extra_bytes(calls[-1], self.torch_device)
+                extras.append(self._extra[candidate.choice])
             with torch.no_grad():
-                block = measure(calls, self._the_timer(), budget_us, starting=starting)
+                block = measure(calls, self._the_timer(), budget_us, stop_us=stop_us, starting=starting)
             foreign = self._foreign()
             caught += [
                 Outcome(OK, "", t.time_us, t.noise, block.drift, extra, foreign=foreign)
@@ -249,6 +266,7 @@ class Bench:
         self._cases.clear()
         self._timer = None
         self._forget()
+        self._pool.close()
 
     @contextlib.contextmanager
     def _caught(self) -> Iterator[list[Outcome]]:
@@ -266,6 +284,7 @@ class Bench:
 
     def _forget(self) -> None:
         self._tensors = None
+        self._extra.clear()
         if self.torch_device.type == "cuda":
             gc.collect()
             with contextlib.suppress(RuntimeError):
@@ -286,10 +305,12 @@ class Bench:
                 self._timer = CpuTimer() if self._clock is None else CpuTimer(self._clock)
         return self._timer
 
-    def _bound(self, problem: Problem, candidate: Candidate) -> Callable[..., tuple[Any, ...]]:
+    def _bound(
+        self, problem: Problem, candidate: Candidate, options: Fields | None = None
+    ) -> Callable[..., tuple[Any, ...]]:
         op = self.catalog.op(problem.op)
         needs = op.needs(problem) if problem.phase == BACKWARD else None
-        return candidate.implementation.bind(candidate.config, self.device, op.options_of(problem), needs)
+        return candidate.implementation.bind(candidate.config, self.device, options or op.options_of(problem), needs)
 
     def _call(self, problem: Problem, candidate: Candidate) -> Callable[[], Any]:
         """A call on tensors of the problem's sizes, which are kept until another problem's are wanted."""
@@ -304,26 +325,30 @@ class Bench:
 
         return call
 
-    def _arguments(self, op: Op, problem: Problem, device: torch.device) -> tuple[Any, ...]:
-        inputs = op.example(problem, device, 0, "random")
+    def _arguments(
+        self, op: Op, problem: Problem, device: torch.device, layouts: tuple[str, str] = CONTIGUOUS
+    ) -> tuple[Any, ...]:
+        """What a launch function is given; tensors without values, on the meta device, come in layouts."""
+        meta = device.type == "meta"
+
+        def put(tensor: torch.Tensor | None, layout: str) -> torch.Tensor | None:
+            return place(tensor, layout)[0] if meta and tensor is not None else tensor
+
+        inputs = tuple(put(x, layouts[0]) for x in op.example(problem, device, 0, "random"))
         if problem.phase != BACKWARD:
             return inputs
         scheme, options, count = op.scheme(problem.scheme), op.options_of(problem), len(op.outputs)
         with torch.no_grad():
-            if device.type == "meta":
-                results = scheme.allocate(*inputs, **options)
-            elif scheme.saved:
-                results = scheme.reference(*inputs, **options)
-            else:
-                results = scheme.allocate(*inputs, **options)
+            results = (scheme.reference if scheme.saved and not meta else scheme.allocate)(*inputs, **options)
             grads = tuple(
-                (torch.empty_like(y) if device.type == "meta" else gradient(y.shape, y.dtype, device, 1 + n, "random"))
+                put(y if meta else gradient(y.shape, y.dtype, device, 1 + n, "random"), layouts[1])
                 if y.is_floating_point()
                 else None
                 for n, y in enumerate(results[:count])
             )
         there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
-        return (*grads, *(there[name] for name in scheme.saved_inputs), *results[count:])
+        saved = (put(value, CONTIGUOUS[0]) for value in results[count:])
+        return (*grads, *(there[name] for name in scheme.saved_inputs), *saved)
 
 
 def _cores() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -88,22 +89,25 @@ class Worker:
         answer = self._ask({"do": "describe"}, self._limits.candidate_s)
         return dict(answer) if isinstance(answer, Mapping) else {}
 
-    def compile(self, problem: Problem, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Compile ahead; not ok is what does not compile or fit."""
-        return self._step("compile", problem, candidates, self._limits.compile_s * max(1, len(candidates)))
+    def compile(self, problem: Problem, candidates: Sequence[Candidate], full: bool = True) -> list[Outcome]:
+        """Compile ahead what ``verify`` and ``measure`` run; not ok is what does not compile or fit."""
+        return self._step("compile", problem, candidates, self._limits.compile_s * max(1, len(candidates)), full=full)
 
     def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
         """About how long one call takes."""
         return self._step("probe", problem, [candidate], self._limits.candidate_s)[0]
 
-    def verify(self, problem: Problem, candidate: Candidate) -> Outcome:
-        """Hold a candidate against the reference."""
+    def verify(self, problem: Problem, candidate: Candidate, full: bool = True) -> Outcome:
+        """Hold a candidate against the reference, with tensors of every layout or with contiguous ones alone."""
         limit = self._limits.compile_s if self._gpu else self._limits.candidate_s
-        return self._step("verify", problem, [candidate], limit)[0]
+        return self._step("verify", problem, [candidate], limit, full=full)[0]
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], budget_us: float) -> list[Outcome]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
+    ) -> list[Outcome]:
         """Time candidates in turn; a failure fails the one that was starting, and the others are not timed."""
-        return self._step("measure", problem, candidates, self._limits.candidate_s, budget_us=budget_us)
+        limit = self._limits.candidate_s
+        return self._step("measure", problem, candidates, limit, budget_us=budget_us, stop_us=stop_us)
 
     def close(self, kill: bool = False) -> None:
         """End the process; ``kill`` does not wait for what it is at."""
@@ -245,6 +249,7 @@ def main() -> None:
         try:
             request = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
+            bench.close()
             return
         send({"answer": _serve(bench, request)})
 
@@ -259,11 +264,13 @@ def _serve(bench: Bench, request: Mapping[str, Any]) -> Any:  # noqa: ANN401
         # What was registered in the parent process alone cannot be found by name here.
         return [failure(error).to_json() for _ in request["candidates"]]
     if request["do"] == "measure":
-        outcomes = bench.measure(problem, candidates, request["budget_us"])
+        outcomes = bench.measure(problem, candidates, request["budget_us"], request["stop_us"])
     elif request["do"] == "compile":
-        outcomes = bench.compile(problem, candidates)
+        outcomes = bench.compile(problem, candidates, request["full"])
+    elif request["do"] == "verify":
+        outcomes = [bench.verify(problem, candidates[0], request["full"])]
     else:
-        outcomes = [getattr(bench, request["do"])(problem, candidates[0])]
+        outcomes = [bench.probe(problem, candidates[0])]
     return [outcome.to_json() for outcome in outcomes]
 
 
