@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from liger_registry.config import Config, Fields
 from liger_registry.errors import TableInvalidError
+from liger_registry.lines import Line, Lines
 from liger_registry.problem import PHASES, SCHEME, Problem, scalar_fields
 from liger_registry.table import OK, STATUSES, Choice, Directory, Provenance, Sample, Stored, Table, order
 
@@ -49,23 +50,25 @@ def check_name(name: object, what: str) -> str:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def render(table: Table) -> str:
+def render(table: Table, kept: tuple[Lines, Lines] | None = None) -> str:
     """The document of a table, in ASCII, ending in a newline.
+
+    Args:
+        table: the table.
+        kept: lines of decisions and of samples in an earlier document of the same table.
 
     Raises:
         TableInvalidError: the table holds what JSON or a table cannot.
     """
-    decisions = sorted(table.decisions.values(), key=lambda s: (order(s.problem), s.protocol))
-    samples = sorted(table.samples.values(), key=lambda s: (order(s.problem), s.protocol, _choice_order(s.choice)))
+    known_decisions, known_samples = kept or (Lines(), Lines())
     try:
         head = (
             f'{{\n"schema": {SCHEMA},\n"op": {_dumps(table.op)},\n"directory": {_dumps("/".join(table.directory))},\n'
         )
-        device = f'"device": {_dumps(dict(table.device))},\n'
-        lines = ",".join(f"\n{_dumps(stored_json(s))}" for s in decisions)
-        text = f'{head}{device}"decisions": [{lines}\n],\n'
-        lines = ",".join(f"\n{_dumps(sample_json(s))}" for s in samples)
-        text += f'"samples": [{lines}\n]\n}}\n'
+        decisions = ",".join(f"\n{line}" for line in known_decisions.of(table.decisions.values(), _decision_line))
+        samples = ",".join(f"\n{line}" for line in known_samples.of(table.samples.values(), _sample_line))
+        text = f'{head}"device": {_dumps(dict(table.device))},\n"decisions": [{decisions}\n],\n'
+        text += f'"samples": [{samples}\n]\n}}\n'
     except (ValueError, TypeError, RecursionError) as error:
         raise TableInvalidError(f"the table of {table.op} cannot be written as JSON", why=str(error)) from error
     if len(text) > MAX_BYTES:
@@ -74,6 +77,14 @@ def render(table: Table) -> str:
 
 
 _dumps: Callable[[Any], str] = json.JSONEncoder(allow_nan=False, check_circular=False).encode
+
+
+def _decision_line(stored: Stored) -> Line:
+    return (order(stored.problem), stored.protocol), _dumps(stored_json(stored))
+
+
+def _sample_line(sample: Sample) -> Line:
+    return (order(sample.problem), sample.protocol, _choice_order(sample.choice)), _dumps(sample_json(sample))
 
 
 def stored_json(stored: Stored) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from filelock import FileLock
 
 from liger_registry.document import MAX_BYTES, NewerSchemaError, check_name, normal, parse, render
 from liger_registry.errors import RegistryError, TableError, TableInvalidError, TableWarning
+from liger_registry.lines import Lines
 from liger_registry.table import Directory, Sample, Stored, Table
 
 LAYOUT = "v1"
@@ -65,6 +67,7 @@ class TableStore:
         self._memo: dict[_Key, tuple[Signature | None, Table]] = {}
         self._unsaved: dict[_Key, Table] = {}
         self._joined: dict[_Key, tuple[Table, Table, Table]] = {}
+        self._lines: dict[_Key, tuple[Lines, Lines]] = defaultdict(lambda: (Lines(), Lines()))
         self._recording = threading.Lock()
 
     def __repr__(self) -> str:
@@ -127,7 +130,7 @@ class TableStore:
                     base = self._to_merge_into(path, key, notes)
                     table = base.merged(pending.decisions.values(), pending.samples.values())
                     table = replace(table, device=described, skipped=())
-                    self._memo[key] = _write(path, render(table)), table
+                    self._memo[key] = _write(path, render(table, self._lines[key])), table
                 self._unsaved.pop(key, None)
                 self._joined.pop(key, None)
             except NewerSchemaError as error:

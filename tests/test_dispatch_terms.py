@@ -14,7 +14,7 @@ from liger_registry.decision import CLUSTER, HITS, SHIPPED_TABLES, TIERS, USER, 
 from liger_registry.errors import NoImplementationError, StrictMissError, UnknownImplementationError
 from liger_registry.plan import Plan
 from liger_registry.problem import BACKWARD, SCHEME
-from liger_registry.table import Choice
+from liger_registry.table import PARTLY, Choice
 
 H200, H100 = fakes.H200, fakes.H100
 PROBLEM = fakes.problem(rows=1024)
@@ -70,6 +70,9 @@ def test_a_pin_takes_the_fastest_measured_config_that_is_legal(tmp_path):
     stores[USER].record(H200, "affine", samples=[*samples, fakes.sample(PROBLEM, block=64, status="wrong", time_us=1)])
     stores[CLUSTER].record(H200, "affine", samples=[fakes.sample(PROBLEM, block=64, time_us=7.0)])
     assert answer(dispatcher, pins=pins) == ("cuda:tiled", "block=128", "pinned")
+    partly = dataclasses.replace(fakes.sample(PROBLEM, block=32, time_us=2.0), detail=PARTLY)
+    stores[USER].record(H200, "affine", samples=[partly])
+    assert answer(dispatcher, pins=pins) == ("cuda:tiled", "block=128", "pinned"), "what is not verified in full"
     assert answer(dispatcher, pins=pins, budget=6400) == ("cuda:tiled", "block=64", "pinned")
     dispatcher.mode = "off"
     assert answer(dispatcher, pins=pins) == ("cuda:tiled", "block=32", "pinned")

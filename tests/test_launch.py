@@ -178,6 +178,16 @@ def test_record_specialises_ints_by_value(value, stands_for):
     assert Argument.of(value).value == stands_for
 
 
+def test_record_does_not_tell_apart_what_the_kernel_opts_out_of(kernels):
+    x, found = torch.empty(64, device="meta"), []
+    for n, m in ((1, 1), (16, 16), (17, 17), (2**31, 17)):
+        with record() as records:
+            launch(kernels.marked, (1,), x, n, m, BLOCK=64)
+        found.append(tuple(a.value for a in records[0].arguments[1:]))
+    assert [n for n, _ in found] == [17, 17, 17, 2**32 + 17]
+    assert [m for _, m in found] == [1, 16, 17, 17]
+
+
 def test_recordings_nest_and_belong_to_their_thread(spy, kernels):
     x = aligned()
     with record() as outer:

@@ -21,7 +21,7 @@ from liger_registry.config import Config, Fields
 from liger_registry.document import NewerSchemaError, check_name, normal, parse, render
 from liger_registry.errors import TableInvalidError
 from liger_registry.problem import PHASES, SCHEME, Problem
-from liger_registry.table import MAX_SAMPLES, STATUSES, Choice, Provenance, Sample, Stored, Table, diff
+from liger_registry.table import MAX_SAMPLES, PARTLY, STATUSES, Choice, Provenance, Sample, Stored, Table, diff
 
 PLACE = ("cuda", "sm_90", "h200-132")
 PROTOCOL = "cuda-events-1"
@@ -441,6 +441,8 @@ def test_verified_needs_a_config_that_passed_and_none_that_was_wrong():
     assert not table(samples=[sample(status="compile")]).verified(implementation, source)
     assert table(samples=[sample()]).verified(implementation, source)
     assert table(samples=[sample(status="noisy")]).verified(implementation, source)
+    assert not table(samples=[sample(detail=PARTLY)]).verified(implementation, source)
+    assert table(samples=[sample(detail=PARTLY), sample(block_rows=8)]).verified(implementation, source)
     assert table([stored()]).verified(implementation, source)
     assert not table([stored()], [sample(status="wrong")]).verified(implementation, source)
     assert not table([stored()], [sample()]).verified(implementation, "another")

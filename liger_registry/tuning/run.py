@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from liger_registry.implementation import ANY, OWN_DISTRIBUTION, Implementation, source_hash
 from liger_registry.launch import triton_version
 from liger_registry.problem import SCHEME, Problem
-from liger_registry.table import NOISY, OK, Choice, Provenance, Sample, Stored
+from liger_registry.table import NOISY, OK, PARTLY, Choice, Provenance, Sample, Stored
 from liger_registry.tuning.bench import Outcome, Runner
 from liger_registry.tuning.candidates import Candidate, candidates
-from liger_registry.tuning.measure import CPU_CALL_S, DRIFT
+from liger_registry.tuning.choose import choose, is_noisy, least_gain, noise_of, standard
+from liger_registry.tuning.measure import CPU_CALL_S
 from liger_registry.tuning.report import DEFAULT, FAILED, NOISE, NOTHING, REUSED, TOO_SLOW, TUNED, UNTUNED, Row
 from liger_registry.tuning.schemes import GAIN, scheme_row
 from liger_registry.tuning.verify import proxies_for
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
     from liger_registry.device import Device
     from liger_registry.store import TableStore
 
-#: In a block that stayed noisy the gain must exceed the noise by this factor. A factor, not a ban: the clock of a
-#: shared CPU is never quiet, and a default that is three times as slow is still worth replacing there.
-NOISY_FACTOR = 3.0
 FINALISTS = 3
+#: Candidates that are timed again after the first look, at most; one slower than the best by this factor is given up.
+SECOND_LOOK, GIVEN_UP = 12, 2.0
 # Microseconds of samples of one candidate in the first look and in the final; each round between takes double.
 QUICK_US, FINAL_US = 20_000.0, 100_000.0
 _ATTEMPTS = 3
@@ -67,7 +67,7 @@ class Run:
     _runner: Runner | None = None
     _about: Mapping[str, str] = field(default_factory=dict)
     _rows: dict[Problem, Row] = field(default_factory=dict)
-    _verified: dict[object, Outcome] = field(default_factory=dict)
+    _verified: dict[tuple[object, bool], Outcome] = field(default_factory=dict)
 
     def tune(self, problem: Problem) -> Row:
         """The row of a problem, whose samples and decision are persisted by then."""
@@ -99,7 +99,7 @@ class Run:
                 and (slow := self._too_slow(problem, default))
             ):
                 return replace(row, status=TOO_SLOW, detail=slow)
-            new = self._first_look(problem, missing)
+            new = self._first_look(problem, missing, known)
             row = replace(row, measured=len(new))
             known.update(new)
             return self._decide(problem, legal, default, known, set(new), stored, row)
@@ -139,35 +139,55 @@ class Run:
             return text
         return ""
 
-    def _first_look(self, problem: Problem, missing: Sequence[Candidate]) -> dict[Choice, Sample]:
-        """Verify and time each candidate on its own; each sample is persisted before the next candidate begins."""
+    def _first_look(
+        self, problem: Problem, missing: Sequence[Candidate], known: Mapping[Choice, Sample]
+    ) -> dict[Choice, Sample]:
+        """Verify and time each candidate on its own; each sample is persisted before the next candidate begins.
+
+        Verification is with contiguous tensors alone, whose kernels measuring needs too: the others take a compile for
+        each candidate, of which few get as far as the final.
+        """
         if not missing:
             return {}
         self._check_time(f"compiling {len(missing)} candidates")
         found: dict[Choice, Sample] = {}
         ready: list[Candidate] = []
-        for candidate, outcome in zip(missing, self._ready().compile(problem, missing), strict=True):
+        for candidate, outcome in zip(missing, self._ready().compile(problem, missing, full=False), strict=True):
             # One that died while compiling says nothing of the others: these compile as they run.
             if outcome.status in (OK, ""):
                 ready.append(candidate)
             else:
                 found.update(self._record(problem, [(candidate, outcome)]))
+        best = min((s.time_us for s in known.values() if s.status in _TIMED and s.time_us), default=math.inf)
         for candidate in ready:
             self._check_time(str(candidate))
-            outcome = self._verify(problem, candidate)
+            outcome = self._verify(problem, candidate, full=False)
             if outcome.status == OK:
-                outcome = self._ready().measure(problem, [candidate], QUICK_US)[0]
+                outcome = self._ready().measure(problem, [candidate], QUICK_US, GIVEN_UP * best)[0]
+                best = min(best, outcome.time_us or math.inf)
+            if outcome.status == OK and not self._passed(problem, candidate):
+                outcome = replace(outcome, detail=PARTLY)
             found.update(self._record(problem, [(candidate, outcome)]))
         return found
 
-    def _verify(self, problem: Problem, candidate: Candidate) -> Outcome:
+    def _verify(self, problem: Problem, candidate: Candidate, full: bool) -> Outcome:
+        key = self._proof(problem, candidate)
+        if not full and (key, True) in self._verified:
+            return self._verified[key, True]
+        if (key, full) not in self._verified:
+            self._verified[key, full] = self._ready().verify(problem, candidate, full=full)
+        return self._verified[key, full]
+
+    def _passed(self, problem: Problem, candidate: Candidate) -> bool:
+        """Whether this run has verified a candidate in full."""
+        outcome = self._verified.get((self._proof(problem, candidate), True))
+        return outcome is not None and outcome.status == OK
+
+    def _proof(self, problem: Problem, candidate: Candidate) -> object:
+        # Problems whose proxies are equal, as all row buckets of one width, are verified by the same cases.
         op = self.catalog.op(problem.op)
         proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
-        # Problems whose proxies are equal, as all row buckets of one width, are verified by the same cases.
-        key = (candidate.implementation.key, candidate.config, tuple(problem.having(**dims) for dims in proxies))
-        if key not in self._verified:
-            self._verified[key] = self._ready().verify(problem, candidate)
-        return self._verified[key]
+        return candidate.implementation.key, candidate.config, tuple(problem.having(**dims) for dims in proxies)
 
     # -- the decision ----------------------------------------------------------------------------------------------
 
@@ -186,30 +206,31 @@ class Run:
             return [legal[s.choice] for s in sorted(passed, key=lambda s: s.time_us or math.inf)]
 
         contenders = timed()
-        if default not in contenders:
-            if not contenders:
-                failed = "; ".join(f"{s.choice}: {s.status} {s.detail}" for s in known.values())
-                return replace(row, status=FAILED, detail=failed[:500])
-            # The default does not work here. What serves is then the next in order that does.
-            default = next((c for c in legal.values() if c.heuristic and c in contenders), contenders[0])
-            row = replace(row, default=default.choice)
+        if not contenders:
+            failed = "; ".join(f"{s.choice}: {s.status} {s.detail}" for s in known.values())
+            return replace(row, status=FAILED, detail=failed[:500])
+        row = replace(row, default=standard(default, contenders, legal.values()).choice)
         if stored is not None and legal[stored.choice] in contenders:
             limit = stored.time_us * (1 - max(GAIN, stored.noise))
             challengers = [c for c in timed(new) if (known[c.choice].time_us or math.inf) < limit * 1.1]
             if not challengers:
                 # What is new cannot win, even if its first look was 10 % off.
                 return replace(row, choice=stored.choice, time_us=stored.time_us, default_us=stored.default_us)
-            contenders = [*challengers[: FINALISTS - 1], legal[stored.choice]]
-        finalists = self._halve(problem, contenders, default, known)
-        return self._final(problem, finalists, default, known, row)
+            ranked = [*challengers[: FINALISTS - 1], legal[stored.choice], *challengers[FINALISTS - 1 :]]
+            decided = self._final(problem, ranked, legal, default, known, row)
+            if decided.status != FAILED or not (contenders := timed()):
+                return decided
+        return self._final(problem, self._halve(problem, contenders, known), legal, default, known, row)
 
-    def _halve(
-        self, problem: Problem, contenders: list[Candidate], default: Candidate, known: dict[Choice, Sample]
-    ) -> list[Candidate]:
-        """Successive halving: the better half is timed again for double the time, until three are left."""
-        budget = QUICK_US
+    def _halve(self, problem: Problem, contenders: list[Candidate], known: dict[Choice, Sample]) -> list[Candidate]:
+        """Successive halving: the better half is timed again for double the time, until three are left.
+
+        They come first, and what dropped out behind them.
+        """
+        budget, dropped = QUICK_US, list[Candidate]()
         while len(contenders) > FINALISTS:
-            contenders = contenders[: max(FINALISTS, len(contenders) // 2)]
+            kept = max(FINALISTS, min(SECOND_LOOK, len(contenders) // 2))
+            contenders, dropped = contenders[:kept], [*contenders[kept:], *dropped]
             if len(contenders) == FINALISTS:
                 break
             budget *= 2
@@ -217,49 +238,88 @@ class Run:
                 batch = contenders[start : start + _BATCH]
                 self._check_time(f"timing {len(batch)} candidates in turn")
                 outcomes = self._ready().measure(problem, batch, budget)
-                pairs = [(c, o) for c, o in zip(batch, outcomes, strict=True) if o.status]
+                pairs = [(c, o) for c, o in self._again(batch, outcomes, known) if o.status]
                 known.update(self._record(problem, pairs))
             contenders = [c for c in contenders if known[c.choice].status in _TIMED]
             contenders.sort(key=lambda c: known[c.choice].time_us or math.inf)
-        return [*contenders, *([] if default in contenders else [default])]
+        return [*contenders, *dropped]
+
+    def _finalists(
+        self,
+        problem: Problem,
+        ranked: Sequence[Candidate],
+        legal: Mapping[Choice, Candidate],
+        default: Candidate,
+        known: dict[Choice, Sample],
+    ) -> tuple[list[Candidate], Candidate]:
+        """The best three and the default, all of which passed verification in full, and which of them is the default.
+
+        What fails is recorded, and the next best takes its place. Of each implementation the fastest config and the
+        heuristic's are verified too, because they serve where it is pinned, or where nothing was measured.
+        """
+        while able := [c for c in ranked if known[c.choice].status in _TIMED]:
+            # The default need not be among those that are ranked: they may be few that challenge an earlier choice.
+            works = [c for c in legal.values() if c.choice in known and known[c.choice].status in _TIMED]
+            default = standard(default, works, legal.values())
+            finalists = [*able[:FINALISTS], *([] if default in able[:FINALISTS] else [default])]
+            fastest = {c.implementation.id: c for c in reversed(able)}
+            asked = [*finalists, *(c for c in able if c.heuristic or fastest[c.implementation.id] is c)]
+            fresh = list({c.choice: c for c in asked if not known[c.choice].verified}.values())
+            if not fresh:
+                return finalists, default
+            self._check_time(f"verifying {len(fresh)} candidates in full")
+            for candidate, outcome in zip(fresh, self._ready().compile(problem, fresh, full=True), strict=True):
+                if outcome.status in (OK, ""):
+                    outcome = self._verify(problem, candidate, full=True)
+                if outcome.status != OK:
+                    known.update(self._record(problem, [(candidate, outcome)]))
+                else:
+                    known[candidate.choice] = replace(known[candidate.choice], detail="")
+            proven = [s for c in fresh if (s := known[c.choice]).verified]
+            self.store.record(self.device, problem.op, samples=proven)
+        return [], default
 
     def _final(
-        self, problem: Problem, finalists: list[Candidate], default: Candidate, known: dict[Choice, Sample], row: Row
+        self,
+        problem: Problem,
+        ranked: Sequence[Candidate],
+        legal: Mapping[Choice, Candidate],
+        default: Candidate,
+        known: dict[Choice, Sample],
+        row: Row,
     ) -> Row:
         best: list[Outcome] = []
+        finalists, default = self._finalists(problem, ranked, legal, default, known)
         for _ in range(_ATTEMPTS):
-            while True:
+            while finalists:
                 self._check_time(f"timing the best {len(finalists)} in turn")
                 outcomes = self._ready().measure(problem, finalists, FINAL_US)
-                broken = [n for n, o in enumerate(outcomes) if o.status not in ("", OK)]
+                broken = [(c, o) for c, o in zip(finalists, outcomes, strict=True) if o.status not in ("", OK)]
                 if not broken:
                     break
-                known.update(self._record(problem, [(finalists[n], outcomes[n]) for n in broken]))
-                finalists, best = [c for n, c in enumerate(finalists) if n not in broken], []
-                if not finalists:
-                    return replace(row, status=FAILED, detail="all finalists failed when they were timed again")
-            if not best or _noise(outcomes) < _noise(best):
+                known.update(self._record(problem, broken))
+                best = []
+                finalists, default = self._finalists(problem, ranked, legal, default, known)
+            if not finalists:
+                failed = "; ".join(f"{s.choice}: {s.status} {s.detail}" for s in known.values())
+                return replace(row, status=FAILED, detail=failed[:500])
+            if not best or noise_of(outcomes) < noise_of(best):
                 best = outcomes
-            if not _noisy(outcomes):
+            if not is_noisy(outcomes):
                 best = outcomes
                 break
-        if default not in finalists:
-            default = finalists[0]
-        noisy, noise = _noisy(best), _noise(best)
+        noisy, noise = is_noisy(best), noise_of(best)
         status = NOISY if noisy else OK
-        samples = self._samples(problem, [(c, replace(o, status=status)) for c, o in zip(finalists, best, strict=True)])
-        times = {c.choice: o.time_us or math.inf for c, o in zip(finalists, best, strict=True)}
-        winner, standard = min(finalists, key=lambda c: times[c.choice]), times[default.choice]
-        threshold = max(GAIN, noise * NOISY_FACTOR if noisy else noise)
-        replaced = winner is not default and 1 - times[winner.choice] / standard > threshold
-        if not replaced:
-            winner = default
-        time_us = times[winner.choice]
+        pairs = [(c, replace(o, status=status)) for c, o in self._again(finalists, best, known)]
+        samples = self._samples(problem, pairs)
+        times = {c.choice: o.time_us or math.inf for c, o in pairs}
+        winner = legal[choose(times, default.choice, legal, least_gain(best))]
+        time_us, standard_us = times[winner.choice], times[default.choice]
         decision = Stored(
-            problem, winner.choice, time_us, default.choice, standard, noise, self.protocol, self._provenance(winner)
+            problem, winner.choice, time_us, default.choice, standard_us, noise, self.protocol, self._provenance(winner)
         )
         self.store.record(self.device, problem.op, decisions=[decision], samples=samples)
-        word = TUNED if replaced else NOISE if noisy else DEFAULT
+        word = TUNED if winner is not default else NOISE if noisy else DEFAULT
         detail = f"noise {noise:.1%}" if noisy else ""
         return replace(
             row,
@@ -267,7 +327,7 @@ class Run:
             choice=winner.choice,
             default=default.choice,
             time_us=time_us,
-            default_us=standard,
+            default_us=standard_us,
             detail=detail,
         )
 
@@ -283,6 +343,14 @@ class Run:
             Sample(problem, c.choice, o.status, o.time_us, o.extra_bytes, o.detail, self.protocol, self._provenance(c))
             for c, o in pairs
         ]
+
+    @staticmethod
+    def _again(
+        timed: Sequence[Candidate], outcomes: Sequence[Outcome], known: Mapping[Choice, Sample]
+    ) -> list[tuple[Candidate, Outcome]]:
+        """Outcomes of candidates that were timed again, which are as far verified as they were."""
+        pairs = zip(timed, outcomes, strict=True)
+        return [(c, replace(o, detail=known[c.choice].detail) if o.status == OK else o) for c, o in pairs]
 
     def _provenance(self, candidate: Candidate) -> Provenance:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -307,14 +375,6 @@ class Run:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime
         self.telling(text)
-
-
-def _noise(outcomes: Sequence[Outcome]) -> float:
-    return max(max(o.drift, o.noise) for o in outcomes)
-
-
-def _noisy(outcomes: Sequence[Outcome]) -> bool:
-    return any(o.drift > DRIFT or o.foreign for o in outcomes)
 
 
 def _package(distribution: str) -> str:

@@ -10,6 +10,7 @@ class Scripted:
     """A timer that is told what each call and each look at the anchor costs."""
 
     protocol = "scripted"
+    overhead_us = 0.0
 
     def __init__(self, anchors=(10.0,)):
         self.anchors = list(anchors)
@@ -38,6 +39,22 @@ def test_repeats_follow_the_budget_within_bounds(budget, repeats):
     timer = Scripted()
     measure([lambda: 10.0], timer, budget)
     assert len(timer.log) == 1 + repeats
+
+
+def test_the_budget_pays_for_what_a_sample_takes_beside_the_call():
+    timer = Scripted()
+    timer.overhead_us = 15.0
+    measure([lambda: 10.0], timer, 100.0)
+    assert len(timer.log) == 1 + 4
+
+
+def test_what_is_clearly_slower_is_given_up_after_a_few_samples():
+    timer, times = Scripted(), iter([90.0, 90.0, 21.0, 19.0, *[21.0] * 20])
+    measure([lambda: 30.0], timer, 900.0, stop_us=20.0)
+    assert timer.log == [30.0] * (1 + 3)
+    timer.log.clear()
+    measure([lambda: next(times)], timer, 900.0, stop_us=20.0)
+    assert len(timer.log) == 1 + 10, "one of the first was fast enough"
 
 
 @pytest.mark.parametrize(("after", "noisy"), [(10.2, False), (10.4, True), (9.6, True)])

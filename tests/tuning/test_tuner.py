@@ -243,11 +243,11 @@ def test_the_time_being_up_stops_cleanly(store):
 def test_verification_is_shared_by_row_buckets(store, monkeypatch):
     count = []
     real = bench_module.verify
-    monkeypatch.setattr(bench_module, "verify", lambda *a, **k: count.append(1) or real(*a, **k))
+    monkeypatch.setattr(bench_module, "verify", lambda *a, **k: count.append(k["full"]) or real(*a, **k))
     run([planted.problem(rows=64), planted.problem(rows=128)], planted.sized(), store)
-    assert len(count) == 4
+    assert count == [False] * 4 + [True] * 4, "then all of them are finalists, and verified in full"
     run([planted.problem(rows=64, hidden=77)], planted.sized(), store)
-    assert len(count) == 8
+    assert len(count) == 16
 
 
 def test_problems_a_cpu_is_too_slow_for(store):

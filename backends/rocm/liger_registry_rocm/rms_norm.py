@@ -34,6 +34,10 @@ _PERSISTENT = h.constrain_persistent(
         reload_weight=[False, True],
         waves_per_eu=_WAVES,
     )
+).where(
+    # 64 rows of 128 with 4 wavefronts spill 302 registers a lane on gfx942, with one stage none.
+    lambda c, p, d: c.num_stages == 1 or c.block_rows * h.block_of(p) <= 16 * 64 * c.num_warps,
+    "loads ahead of a tile this large spill",
 )
 _SPLIT_BACKWARD = h.constrain_backward_column_split(
     ConfigSpace(
