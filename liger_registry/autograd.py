@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from liger_registry.reference import reference_implementation
 Tensor = torch.Tensor
 Tensors = tuple[torch.Tensor | None, ...]
 
-# A memo entry is about 1 KiB; training sees tens of shapes, a server of many lengths thousands.
+# An entry is about 2.6 KiB with what it holds; training sees tens of shapes, a server of many lengths thousands.
 MEMO = 4096
 # Only these exact types take the eager face: a subclass has semantics of its own, which the library face keeps.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -86,11 +87,15 @@ class Entry:
 
     def run(self, *tensors: Tensor | None) -> Any:  # noqa: ANN401 - a tensor, or a tuple where there are several outputs
         """The outputs, without a graph."""
-        try:
-            results = self.forward(*tensors)
-        except NotLoaded:
-            results = self.fallback(*tensors)
+        results = self.run_forward(solid(tensors))
         return results[0] if self.outputs == 1 else results[: self.outputs]
+
+    def run_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Outputs and saved tensors from the inputs."""
+        try:
+            return self.forward(*tensors)
+        except NotLoaded:
+            return self.fallback(*tensors)
 
     def run_backward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """The gradients from ``(*grad_outputs, *saved_inputs, *saved)``."""
@@ -108,10 +113,8 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, entry: Entry, *tensors: Tensor | None) -> Any:  # noqa: ANN401
         """Run the forward phase and save what its scheme says."""
-        try:
-            results = entry.forward(*tensors)
-        except NotLoaded:
-            results = entry.fallback(*tensors)
+        tensors = solid(tensors)
+        results = entry.run_forward(tensors)
         count = entry.outputs
         ctx.save_for_backward(*[tensors[i] for i in entry.saved_inputs], *results[count:])
         ctx.entry = entry
@@ -121,6 +124,7 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401
         """Run the backward phase that was chosen before forward ran."""
         entry = ctx.entry
+        grads = tuple(_materialized(grad) for grad in grads)
         if torch.is_grad_enabled():  # create_graph: what runs inside must not record, and what comes out must not lie
             with torch.no_grad():
                 found = entry.run_backward(*grads, *ctx.saved_tensors)
@@ -178,7 +182,6 @@ class Handle:
         self.own_pins = pins
         self.budget = budget
         self._chooser = chooser
-        self._pinned = chooser.pins
         self._memo: dict[Any, Entry] = {}
         self.face = describe_face(op, terms_text(chooser, pins, budget, chooser.public))
         self._library = LibraryFace(self.face)
@@ -223,7 +226,8 @@ class Handle:
         entry = self._resolve(tensors, options)
         if key is not None and not _capturing(given[0]):
             if len(memo) >= MEMO:
-                memo.pop(next(iter(memo)), None)  # the oldest; another thread may have been faster
+                with suppress(RuntimeError, StopIteration):  # another thread changes it too, and then makes room
+                    memo.pop(next(iter(memo)), None)
             memo[key] = entry
         if entry.backward is None:
             return entry.run(*tensors)
@@ -253,14 +257,16 @@ def make_handle(op: Op, chooser: Chooser, pins: tuple[Any, ...] = (), budget: in
     known = _classes.get(op.name)
     if known is None or known[0] is not op:
         scope = {
-            "lr_compiling": torch.compiler.is_compiling,
+            "lr_compiling": torch.compiler.is_dynamo_compiling,
             # One C call of about 40 ns each; the public functions that wrap them cost two to five times that.
             "lr_grad_enabled": torch.is_grad_enabled,
             "lr_deterministic": torch._C._get_deterministic_algorithms,
             "lr_function_modes": torch._C._len_torch_function_stack,
+            "lr_mode_types": _mode_types,
             "lr_dispatch_modes": torch._C._len_torch_dispatch_stack,
             "lr_functorch": torch._C._are_functorch_transforms_active,
             "lr_forward_ad": forward_ad,
+            "lr_pins": chooser.pins,
             "lr_apply": apply_fused,
         }
         known = _classes[op.name] = op, type(f"{op.name}_handle", (Handle,), {"__call__": make_call(op, scope)})
@@ -294,14 +300,33 @@ def _entry(
     )
 
 
+def _mode_types() -> tuple[type, ...]:
+    """The types of the active function modes; in the key, since a count does not tell a default device from others."""
+    return tuple(type(torch._C._get_function_stack_at(i)) for i in range(torch._C._len_torch_function_stack()))
+
+
 def _harmless_function_modes() -> bool:
     """Whether the only function modes are default devices (``torch.set_default_device``): our calls are not theirs."""
     from torch.utils._device import DeviceContext
 
-    return all(
-        isinstance(torch._C._get_function_stack_at(i), DeviceContext)
-        for i in range(torch._C._len_torch_function_stack())
-    )
+    return all(issubclass(mode, DeviceContext) for mode in _mode_types())
+
+
+def solid(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Inputs whose memory holds their values; the same tuple in all but contrived cases."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+            return tuple(None if t is None else t.resolve_neg().clone() for t in tensors)
+    return tensors
+
+
+def _materialized(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values: not a negated view, not a zero without memory, not one of a batch."""
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):  # is_grads_batched, jacobian(vectorize=True)
+        raise transform_error("batched gradients (vmap over backward)")
+    if tensor.is_neg() or tensor._is_zerotensor():
+        return tensor.resolve_neg().clone()
+    return tensor
 
 
 def _tangent(tensor: Tensor) -> object:

@@ -13,24 +13,29 @@ from typing import Any
 from liger_registry.op import Op
 
 # What the choice depends on of each tensor. The types are in the key, so that a hit needs no check of them: only calls
-# with plain tensors are ever entered. get_device() would be 45 ns faster than device, but is -1 on every kind that has
-# no index, so a meta tensor would hit the entry of a CPU tensor.
-_FIELDS = ("type({0})", "{0}.shape", "{0}.dtype", "{0}.device", "{0}.requires_grad")
+# with plain tensors are ever entered. Reading, hashing and comparing a torch.device takes .2 us, an index .07; so only
+# the first tensor has its device in the key, which tells the kinds apart that have no index (CPU and meta).
+_FIRST = "type({0}), {0}.shape, {0}.dtype, {0}.device, {0}.requires_grad"
+_OTHER = "type({0}), {0}.shape, {0}.dtype, {0}.get_device(), {0}.requires_grad"
 
+# torch.compiler.is_dynamo_compiling is `return False` until Dynamo traces it, half the time of is_compiling; export
+# without Dynamo runs on fake tensors, which are no plain ones.
 _TEMPLATE = """\
 def __call__(self, {parameters}, *lr_more, **lr_unknown):
     if lr_compiling():
         return self._library({names}, *lr_more, **lr_unknown)
     try:
-        lr_key = ({fields}{options}lr_grad_enabled(), lr_deterministic(), lr_function_modes(), lr_dispatch_modes(),
-            lr_functorch(), lr_forward_ad._current_level, self._pinned())
+        lr_key = ({fields}{options}lr_grad_enabled(), lr_deterministic(), lr_function_modes() and lr_mode_types(),
+            lr_dispatch_modes(), lr_functorch(), lr_forward_ad._current_level, lr_pins())
         lr_entry = self._memo[lr_key]
+        if lr_more or lr_unknown:
+            lr_key = lr_entry = None
     except KeyError:
+        lr_entry = None
+    except (TypeError, AttributeError, RuntimeError):
+        lr_key = lr_entry = None
+    if lr_entry is None:
         return self._miss(lr_key, ({names}, *lr_more), lr_unknown)
-    except (TypeError, AttributeError):
-        return self._miss(None, ({names}, *lr_more), lr_unknown)
-    if lr_more or lr_unknown:
-        return self._miss(None, ({names}, *lr_more), lr_unknown)
     if lr_entry.backward is None:
         return lr_entry.run({inputs})
     return lr_apply(lr_entry, {inputs})
@@ -44,16 +49,13 @@ def make_call(op: Op, scope: Mapping[str, Any]) -> Callable[..., Any]:
         op: the contract.
         scope: the functions that the template calls, by their names in it.
     """
-    required = [i.name for i in op.inputs if not i.optional]
     parameters = [f"{i.name}=None" for i in op.inputs] + [f"{o.name}={o.default!r}" for o in op.options]
     inputs = [i.name for i in op.inputs]
     options = [o.name for o in op.options]
-    fields = "".join(
-        ", ".join(_FIELDS).format(name) + ", "
-        if name in required
-        else f"{name} if {name} is None else ({', '.join(_FIELDS).format(name)}), "
-        for name in inputs
-    )
+    fields = ""
+    for spec in op.inputs:
+        read = (_FIRST if not fields else _OTHER).format(spec.name)
+        fields += f"{spec.name} if {spec.name} is None else ({read}), " if spec.optional else f"{read}, "
     source = _TEMPLATE.format(
         parameters=", ".join(parameters),
         names=", ".join([*inputs, *options]),

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from liger_registry.config import Config
+from liger_registry.device import Device
 from liger_registry.errors import UnsupportedTransformError
 from liger_registry.launch import NotLoaded
 from liger_registry.op import Op
 from liger_registry.problem import BACKWARD, FORWARD
+from liger_registry.reference import reference_implementation
 
 NAMESPACE = "liger_registry"
 _KINDS = {float: "float", int: "int", bool: "bool", str: "str"}
@@ -47,8 +50,6 @@ def terms_text(chooser: Any, pins: tuple[Any, ...], budget: int | None, public: 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_terms(text: str) -> tuple[tuple[Any, ...], int | None, int]:
-    from liger_registry.config import Config
-
     terms = json.loads(text) if text else {"pins": [], "budget": None, "registry": 0}
     pins = tuple((target, name, None if config is None else Config(config)) for target, name, config in terms["pins"])
     return pins, terms["budget"], terms["registry"]
@@ -69,6 +70,8 @@ class LibraryFace:
         for name in kwargs:
             if name not in self.names:
                 raise TypeError(f"{self.name} has no argument {name!r}; it takes {self.names}")
+            if name in self.names[: len(args)]:
+                raise TypeError(f"{self.name} got two values for {name!r}")
         values = list(args)
         for position in range(len(values), len(self.names)):
             values.append(kwargs.get(self.names[position], self.defaults[position]))
@@ -142,7 +145,7 @@ class LibraryOperators:
             results = launch(*tensors)
         except NotLoaded:
             results = self.scheme.reference(*tensors, **options)
-        return tuple(_as(r, e) for r, e in zip(results, self._fake_forward(*args), strict=True))
+        return tuple(_as(r, e) for r, e in zip(results, self._fake_forward(*_on_meta(args)), strict=True))
 
     def _fake_forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
         count = len(self.op.inputs)
@@ -165,8 +168,19 @@ class LibraryOperators:
     def _backward(self, *args: Any) -> list[torch.Tensor]:
         tensors, inputs, needs, options = self._split(args)
         launch = self._choose(BACKWARD, inputs, options, needs, args[-1])
-        found = [g for g in launch(*tensors) if g is not None]
-        return [_as(g, e) for g, e in zip(found, self._fake_backward(*args), strict=True)]
+        try:
+            results = launch(*tensors)
+        except NotLoaded:
+            results = self._plain_backward(inputs, options, needs)(*tensors)
+        found = [g for g in results if g is not None]
+        return [_as(g, e) for g, e in zip(found, self._fake_backward(*_on_meta(args)), strict=True)]
+
+    def _plain_backward(
+        self, inputs: Tensors, options: dict[str, Any], needs: tuple[bool, ...]
+    ) -> Callable[..., tuple[Any, ...]]:
+        problem = self.op.problem(self.op.describe(inputs, options), BACKWARD, self.scheme.name, needs)
+        device = Device.of(next(t for t in inputs if t is not None).device)
+        return reference_implementation(self.op, problem).bind(Config(), device, options, needs)
 
     def _fake_backward(self, *args: Any) -> list[torch.Tensor]:
         _, inputs, needs, _ = self._split(args)
@@ -196,9 +210,21 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.preserve_format if keep else torch.contiguous_format)
 
 
+def _on_meta(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with tensors that have no memory, to ask for a layout without allocating it."""
+    return tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a
+        for a in args
+    )
+
+
 def _as(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The result in the layout that tracing promised; a copy only where an implementation chose another."""
-    return result if result.stride() == expected.stride() else expected.copy_(result)
+    if result.stride() == expected.stride():
+        return result
+    return torch.empty_strided(expected.shape, expected.stride(), dtype=result.dtype, device=result.device).copy_(
+        result
+    )
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401

@@ -235,6 +235,12 @@ class Op:
                     why=f"got {type(tensor).__name__}",
                     fix="pass a torch.Tensor",
                 )
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise InvalidInputError(
+                    f"{spec.name} of {self.name} is no dense tensor",
+                    why=f"its layout is {'nested' if tensor.is_nested else tensor.layout}",
+                    fix=f"pass {spec.name}.to_dense()",
+                )
             devices[spec.name] = tensor.device
         if len(set(devices.values())) > 1:
             raise DeviceMismatchError(

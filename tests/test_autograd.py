@@ -345,3 +345,65 @@ def test_deterministic_mode_is_part_of_the_key(norm):
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(norm._memo) == size + 1
+
+
+def test_transforms_raise_after_a_hit_too(norm):
+    x, w = torch.randn(6, HIDDEN), torch.randn(HIDDEN)
+    norm(x, w)
+    norm(x[0], w)
+    with pytest.raises(UnsupportedTransformError, match="vmap"):
+        torch.func.vmap(lambda a: norm(a, w))(x)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedTransformError, match="jvp"):
+        norm(forward_ad.make_dual(x, torch.ones_like(x)), w)
+
+
+def test_batched_gradients_raise_by_name(norm):
+    x, w = leaves(3, HIDDEN)
+    y = norm(x, w)
+    with pytest.raises(UnsupportedTransformError, match="batched"):
+        torch.autograd.grad(y, x, torch.randn(2, *y.shape), is_grads_batched=True)
+    with pytest.raises(UnsupportedTransformError, match="batched"):
+        torch.autograd.functional.jacobian(lambda a: norm(a, w.detach()), x, vectorize=True)
+
+
+def test_a_function_mode_after_a_default_device_sees_the_operator(norm):
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x, w = leaves(5, HIDDEN)
+    with torch.device("cpu"):
+        norm(x, w)
+    with Watching() as mode:
+        y = norm(x, w)
+    assert any("rms_norm_forward" in name for name in mode.seen)
+    torch.testing.assert_close(y, norm(x, w))
+
+
+def test_negated_views_and_zero_gradients(norm):
+    x = torch.view_as_complex(torch.randn(3, HIDDEN, 2)).conj().imag
+    w = torch.randn(HIDDEN)
+    assert x.is_neg()
+    plain = x.resolve_neg().clone()
+    norm(plain, w)
+    torch.testing.assert_close(norm(x, w), norm(plain, w))
+    leaf = plain.requires_grad_()
+    y = norm(leaf, w)
+    dy = torch.view_as_complex(torch.randn(3, HIDDEN, 2)).conj().imag
+    (got,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+    (right,) = torch.autograd.grad(y, leaf, dy.resolve_neg().clone(), retain_graph=True)
+    torch.testing.assert_close(got, right)
+    (zero,) = torch.autograd.grad(y, leaf, torch._efficientzerotensor(y.shape))
+    assert torch.equal(zero, torch.zeros_like(zero))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_layouts_that_are_no_strides_are_refused(norm):
+    for x in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.nested.nested_tensor([torch.ones(2, 4)])):
+        with pytest.raises(InvalidInputError, match="no dense tensor"):
+            norm(x, None)

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_registry import get, registry
 from liger_registry.errors import InvalidInputError, UnsupportedTransformError
+from liger_registry.launch import NotLoaded
 
 HIDDEN = 48
 
@@ -72,21 +73,59 @@ def test_a_pinned_handle_keeps_its_pin_in_the_graph():
 @pytest.mark.ci
 def test_inductor_forward_and_backward_and_new_lengths_do_not_recompile():
     norm = registry.get("rms_norm")
-    count = 0
-
-    def step(x, w):
-        nonlocal count
-        count += 1
-        return norm(x, w).square().sum()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(lambda x, w: norm(x, w).square().sum(), fullgraph=True, dynamic=True)
     for rows in (6, 7, 9, 33):
         x, w = leaves(rows)
         right = torch.autograd.grad(norm(x, w).square().sum(), [x, w])
         got = torch.autograd.grad(compiled(x, w), [x, w])
         for a, b in zip(got, right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert count <= 2
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def other_strides(x, weight=None, **options):
+    """The right results in memory that is laid out by columns."""
+    y, rstd = registry.op("rms_norm").schemes[0].reference(x, weight, **options)
+    return y.t().contiguous().t(), rstd
+
+
+def test_results_have_the_strides_that_tracing_promised(monkeypatch):
+    norm = registry.get("rms_norm")
+    x, w = torch.randn(6, HIDDEN), torch.randn(HIDDEN)
+    right = norm(x, w)
+    bound = type(registry).bound
+
+    def spy(self, op, phase, tensors, options, *rest):
+        bound(self, op, phase, tensors, options, *rest)
+        return lambda *tensors: other_strides(*tensors, **options)
+
+    monkeypatch.setattr(type(registry), "bound", spy)
+    y = torch.ops.liger_registry.rms_norm_forward(x, w, 1e-6, 0.0, "llama", "")[0]
+    assert y.stride() == (HIDDEN, 1)
+    torch.testing.assert_close(y, right)
+
+
+def test_launches_that_are_not_loaded_fall_back_in_both_phases(monkeypatch):
+    norm = registry.get("rms_norm")
+    x, w = leaves()
+    right = torch.autograd.grad(norm(x, w).square().sum(), [x, w])
+
+    def refuse(*tensors):
+        raise NotLoaded
+
+    monkeypatch.setattr(type(registry), "bound", lambda *args: refuse)
+    y = torch.ops.liger_registry.rms_norm_forward(x, w, 1e-6, 0.0, "llama", "")[0]
+    got = torch.autograd.grad(y.square().sum(), [x, w])
+    for a, b in zip(got, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_two_values_for_one_argument_are_refused_while_tracing():
+    compiled, _ = graphs(lambda x, w: registry.get("rms_norm")(x, w, weight=w))
+    with pytest.raises(Exception, match="two values"):
+        compiled(*leaves())
 
 
 @pytest.mark.parametrize("weight", [True, False])

@@ -30,7 +30,7 @@ def models(tmp_path):
 
 
 def compile_verb(*arguments, timeout):
-    """The rows that ``liger-tune compile --json`` prints; its cache outlives the test, keyed by the kernels' sources."""
+    """The rows that ``liger-tune compile --json`` prints; its cache outlives the test, keyed by kernel sources."""
     environ = {**os.environ, "LIGER_TUNE_CACHE_DIR": str(CHECKOUT / ".cache" / "compiled-configs")}
     command = [sys.executable, "-m", "liger_registry.cli", "compile", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=timeout, check=False)
