@@ -90,7 +90,7 @@ class Architecture:
         kv_heads: key and value heads.
         head_dim: width of one head.
         rotary_dim: how much of a head is rotated.
-        vocab: rows of the output head.
+        vocab: rows of the output head; 0 where the config does not tell.
         layers: decoder layers.
         norm: ``rms_norm``, ``layer_norm``, or empty where the config does not tell.
         norm_casting: where an RMS norm rounds: ``llama``, ``gemma`` or ``none``; see ``ops/rms_norm.py``.
@@ -142,7 +142,8 @@ class Architecture:
             outer = _read(Path(source))
             name = name or _directory_name(Path(source))
         config = _text_config(outer)
-        return _Reader(config, name or str(outer.get("_name_or_path") or "")).architecture()
+        place = "" if isinstance(source, Mapping) else f" in {str(source)!r}"
+        return _Reader(config, name or str(outer.get("_name_or_path") or ""), place).architecture()
 
     @classmethod
     def preset(cls, name: str) -> Architecture:
@@ -167,7 +168,11 @@ class Architecture:
         Raises:
             ModelConfigError: it is neither, or the config cannot be used.
         """
-        return cls.from_config(source) if Path(source).exists() else cls.preset(source)
+        try:
+            there = Path(source).exists()
+        except OSError:  # longer than a path may be
+            there = False
+        return cls.from_config(source) if there else cls.preset(source)
 
     def with_dtype(self, dtype: str) -> Architecture:
         """The same architecture in another dtype."""
@@ -197,7 +202,11 @@ def _read(path: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(content, Mapping):
         kind = type(content).__name__
-        raise ModelConfigError(f"the model config {str(file)!r} is no JSON object", why=f"it is a {kind}")
+        raise ModelConfigError(
+            f"the model config {str(file)!r} is no JSON object",
+            why=f"it is a {kind}",
+            fix="name a model's config.json, or the directory that holds it",
+        )
     return content
 
 
@@ -212,8 +221,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Reader:
     """Reads one config; keeps it for the error messages."""
 
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], name: str, place: str = "") -> None:
+        self.config, self.place = config, place
         self.model_type = str(config.get("model_type") or "")
         self.name = name or self.model_type or "model"
         # "gemma3_text" inside "gemma3": the same layers.
@@ -221,7 +230,7 @@ class _Reader:
 
     def architecture(self) -> Architecture:
         hidden = self.size(_HIDDEN, required=True)
-        vocab = self.size(("vocab_size", "padded_vocab_size"), required=True)
+        vocab = self.size(("vocab_size", "padded_vocab_size"))
         heads = self.size(_HEADS)
         # Falcon and GPT-BigCode: one head of keys and values, whatever the count beside it says.
         single = self.config.get("multi_query") is True and not self.config.get("new_decoder_architecture")
@@ -266,7 +275,7 @@ class _Reader:
         if type(value) is not int or not (1 if required else 0) <= value < _LARGEST:
             keys = tuple(keys)
             raise ModelConfigError(
-                f"the model config of {self.name!r} has no usable {keys[0]}",
+                f"the model config of {self.name!r}{self.place} has no usable {keys[0]}",
                 why="it is missing" if value is None else f"it is {value!r}, not a positive integer",
                 candidates=keys,
                 fix="write it in full: AutoConfig.from_pretrained(model).to_json_file('config.json', use_diff=False)",
@@ -275,7 +284,8 @@ class _Reader:
 
     def number(self, key: str, default: float) -> float:
         value = self.config.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+        known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+        return float(value) if known else default  # type: ignore[arg-type]
 
     def intermediate(self, hidden: int, experts: int) -> int:
         expert = self.size(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")) if experts else 0

@@ -10,12 +10,12 @@ from liger_registry.catalog import Catalog, Staging
 from liger_registry.decision import CLUSTER, SHIPPED_TABLES, USER, Source
 from liger_registry.device import Device
 from liger_registry.dispatch import Dispatcher
-from liger_registry.errors import RegistrationError
+from liger_registry.errors import PluginError, RegistrationError
 from liger_registry.implementation import Implementation
 from liger_registry.misses import MissLog
 from liger_registry.op import Op
 from liger_registry.plan import Plan
-from liger_registry.plugins import PluginRecord, load_kernels, tuning_roots, warn_of
+from liger_registry.plugins import LOADED, PluginRecord, canonical, load_kernels, tuning_roots, warn_of
 from liger_registry.problem import Problem
 from liger_registry.settings import Settings
 from liger_registry.store import TableStore
@@ -118,6 +118,25 @@ class Assembly:
         """What became of every entry point."""
         self.dispatcher  # noqa: B018 - loads them
         return self._records
+
+    def plugin(self, name: str) -> PluginRecord:
+        """What became of the plugin of that name: a distribution's, or else an entry point's.
+
+        Raises:
+            PluginError: it is not loaded, or there is none.
+        """
+        records = self.plugins()
+        found = [r for r in records if r.distribution == canonical(name)] or [r for r in records if r.name == name]
+        for record in found:
+            if record.status != LOADED:
+                raise record.error()
+        if not found:
+            raise PluginError(
+                f"no plugin is called {name!r}",
+                candidates=sorted({r.distribution for r in records}),
+                fix="install it; `liger-tune plugins` shows the state of all",
+            )
+        return found[0]
 
     def op(self, name: str) -> Op:
         """The contract of an operation; UnknownOpError if there is none."""

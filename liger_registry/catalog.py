@@ -9,10 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from liger_registry.errors import RegistrationClashError, RegistrationError, UnknownImplementationError, UnknownOpError
 from liger_registry.implementation import Implementation
 from liger_registry.op import Op
+
+if TYPE_CHECKING:
+    from liger_registry.plugins import PluginRecord
+    from liger_registry.problem import Problem
 
 # A registration that runs away (a loop that never ends) must end as an error, not as a full memory.
 MOST = 20_000
@@ -82,13 +87,19 @@ class Staging:
 
 
 class Catalog:
-    """All operations and implementations; reading needs no lock, for a commit replaces whole mappings."""
+    """All operations and implementations; reading needs no lock, for a commit replaces whole mappings.
+
+    Attributes:
+        failed: the plugins that should have registered here and are not loaded; errors name them and their reasons.
+        generation: how many commits there were.
+    """
 
     def __init__(self) -> None:
         self._ops: dict[str, tuple[Op, str]] = {}
         self._implementations: dict[Key, Implementation] = {}
         self._lock = threading.RLock()
         self._staging: Staging | None = None
+        self.failed: tuple[PluginRecord, ...] = ()
         self.generation = 0
 
     @contextmanager
@@ -118,7 +129,7 @@ class Catalog:
 
     def op(self, name: str) -> Op:
         """The operation of that name; UnknownOpError with the candidates if there is none."""
-        return _known_op(self._ops, name)
+        return _known_op(self._ops, name, self._why_missing())
 
     def implementations(
         self, op: str, scheme: str | None = None, phase: str | None = None
@@ -130,6 +141,12 @@ class Catalog:
             for i in self._implementations.values()
             if i.op == op and scheme in (None, i.scheme) and phase in (None, i.phase)
         )
+
+    def in_order(self, problem: Problem) -> list[Implementation]:
+        """The implementations of a problem's phase in the order in which the heuristic tier tries them."""
+        order = {name: n for n, name in enumerate(self.op(problem.op).order.get(problem.phase, ()))}
+        there = self.implementations(problem.op, problem.scheme, problem.phase)
+        return sorted(there, key=lambda i: (not i.own, order.get(i.name, len(order))))
 
     def find(self, op: str, scheme: str, phase: str, name: str) -> Implementation:
         """The implementation with that id (``cuda:persistent``) or, where it is unique, that bare name.
@@ -143,17 +160,23 @@ class Catalog:
             return matches[0]
         raise UnknownImplementationError(
             f"{op} has {'several implementations' if matches else 'no implementation'} {name!r} in phase {phase}",
-            why="name the vendor too" if matches else "",
+            why="name the vendor too" if matches else self._why_missing(),
             candidates=[i.id for i in (matches or there)],
             fix="`liger-tune plugins` shows what was loaded, and what failed to load and why",
         )
 
+    def _why_missing(self) -> str:
+        """Which plugins are not loaded, for one of them might have had what was asked for."""
+        missing = [f"{r.name} of {r.distribution} {r.version} is {r.status}: {r.reason}" for r in self.failed]
+        return " ".join(f"plugin {'; plugin '.join(missing)}".split()) if missing else ""
 
-def _known_op(ops: dict[str, tuple[Op, str]], name: str) -> Op:
+
+def _known_op(ops: dict[str, tuple[Op, str]], name: str, why: str = "") -> Op:
     if name in ops:
         return ops[name][0]
     raise UnknownOpError(
         f"there is no operation {name!r}",
+        why=why,
         candidates=sorted(ops),
         fix="`liger-tune plugins` shows what was loaded, and what failed to load and why",
     )

@@ -77,6 +77,23 @@ class SchemeDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What a tier answers, before it is judged.
+
+    Attributes:
+        tier: the tier.
+        choice: the choice.
+        detail: what of that tier.
+        local: whether the user's own table of this device says so.
+    """
+
+    tier: str
+    choice: Choice
+    detail: str
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Considered:
     """One answer that a tier gave, and what became of it.
 

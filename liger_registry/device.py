@@ -28,12 +28,14 @@ from liger_registry.parts import (
     siblings,
 )
 
-__all__ = ["VENDORS", "Device", "Limits", "capability_number", "identify", "safe_part"]
+__all__ = ["CPU_CLOCK", "CUDA_EVENTS", "VENDORS", "Device", "Limits", "capability_number", "identify", "safe_part"]
 
 if TYPE_CHECKING:
     import torch
 
 VENDORS = ("cuda", "rocm", "cpu", "interpreter")
+#: Measuring protocols: how a time was taken, part of the key of what a table holds.
+CUDA_EVENTS, CPU_CLOCK = "cuda-events-1", "cpu-clock-1"
 _SAFE = re.compile(r"[a-z0-9_](?:[a-z0-9._-]{0,62}[a-z0-9_-])?")
 _GENERATED = re.compile(r"(sm_[0-9]+[a-z]?|gfx[0-9a-f]+)-([0-9]{1,6})u-([0-9]{1,6})g")
 _INTERPRETERS = {
@@ -133,6 +135,11 @@ class Device:
     def emulates(self) -> str:
         """The vendor whose kernels run here: ``cuda`` or ``rocm`` for an interpreter, else the vendor itself."""
         return self.arch.removeprefix("interpreter-") if self.vendor == "interpreter" else self.vendor
+
+    @property
+    def protocol(self) -> str:
+        """How this version measures on the device: ``cuda-events-1`` on GPUs, ``cpu-clock-1`` elsewhere."""
+        return CUDA_EVENTS if self.vendor in ("cuda", "rocm") else CPU_CLOCK
 
     @property
     def siblings(self) -> tuple[str, ...]:

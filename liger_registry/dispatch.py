@@ -7,6 +7,7 @@ a miss of the caller's memo only, so it keeps its whole trace.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +29,8 @@ from liger_registry.decision import (
     SIBLING,
     STALE,
     TIERS,
+    USER,
+    Answer,
     Considered,
     Decision,
     SchemeDecision,
@@ -38,6 +41,7 @@ from liger_registry.decision import (
 from liger_registry.errors import (
     ConfigOutsideSpaceError,
     NoImplementationError,
+    PluginWarning,
     StrictMissError,
     UnknownImplementationError,
 )
@@ -53,7 +57,9 @@ if TYPE_CHECKING:
     from liger_registry.device import Device
     from liger_registry.plan import Plan
 
-_Answer = TypeVar("_Answer", Decision, SchemeDecision)
+_Decided = TypeVar("_Decided", Decision, SchemeDecision)
+# Of the problems near to one, as many are tried until an answer is legal.
+MOST_NEAR = 16
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class Dispatcher:
     plan: Plan | None = None
     on_miss: Callable[[Problem, Device], bool] | None = None
     _tuning: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _broken: set[object] = field(default_factory=set, repr=False)  # what was warned of
 
     def decide(
         self, problem: Problem, device: Device, terms: Terms = FREE, trace: list[Considered] | None = None
@@ -109,11 +116,11 @@ class Dispatcher:
 
     def _asked(
         self,
-        first: Callable[[list[Considered]], _Answer],
+        first: Callable[[list[Considered]], _Decided],
         problem: Problem,
         device: Device,
         trace: list[Considered] | None,
-    ) -> _Answer:
+    ) -> _Decided:
         """The first answer of the tiers, with what a miss has to do."""
         answer = first([] if trace is None else trace)
         if answer.source in HITS or trace is not None:
@@ -134,11 +141,12 @@ class Dispatcher:
     def _first_scheme(self, problem: Problem, device: Device, considered: list[Considered]) -> SchemeDecision:
         names = [scheme.name for scheme in self.catalog.op(problem.op).schemes]
         tiers = [tier for tier in self.tiers if tier not in (PINNED, HEURISTIC, REFERENCE)]
-        for tier, choice, detail in self._answers(problem, device, FREE, tiers):
-            name = choice.implementation.removeprefix("scheme:")
-            considered.append(Considered(tier, name, name in names, detail if name in names else "no such scheme"))
-            if name in names:
-                return SchemeDecision(problem, name, tier, detail)
+        for answer in self._answers(problem, device, FREE, tiers, considered):
+            name, detail = answer.choice.implementation.removeprefix("scheme:"), answer.detail
+            known = name in names
+            considered.append(Considered(answer.tier, name, known, detail if known else "no such scheme"))
+            if known:
+                return SchemeDecision(problem, name, answer.tier, detail)
         considered.append(Considered(HEURISTIC, names[0], True, "the contract's first"))
         return SchemeDecision(problem, names[0], HEURISTIC, "the contract's first")
 
@@ -157,26 +165,32 @@ class Dispatcher:
         return () if self.mode == "off" or self.plan is not None else tuple(self.sources)
 
     def _first(self, problem: Problem, device: Device, terms: Terms, considered: list[Considered]) -> Decision:
-        for tier, choice, detail in self._answers(problem, device, terms, self.tiers):
-            if (decision := self._judge(tier, choice, detail, problem, device, terms, considered)) is not None:
+        for answer in self._answers(problem, device, terms, self.tiers, considered):
+            if (decision := self._judge(answer, problem, device, terms, considered)) is not None:
                 return decision
-            if tier == PINNED and detail != LENIENT:
-                raise self._cannot(choice.implementation, problem, considered[-1].reason)
+            if answer.tier == PINNED and answer.detail != LENIENT:
+                raise self._cannot(answer.choice.implementation, problem, considered[-1].reason)
         implementation = reference_implementation(self.catalog.op(problem.op), problem)
-        considered.append(Considered(REFERENCE, implementation.id, True, "nothing else was legal"))
-        return Decision(problem, implementation, Config(), REFERENCE)
+        over = self._over_budget(problem, device, terms)
+        considered.append(Considered(REFERENCE, implementation.id, True, over or "nothing else was legal"))
+        return Decision(problem, implementation, Config(), REFERENCE, over)
+
+    def _over_budget(self, problem: Problem, device: Device, terms: Terms) -> str:
+        """What the last tier, which is held to no budget, says where the budget alone left nothing else."""
+        for implementation in self.in_order(problem) if terms.budget is not None else ():
+            if not implementation.own or implementation.capability.why_not(problem, device) is not None:
+                continue
+            config = implementation.propose(problem, device)
+            if not isinstance(config, str) and not implementation.why_illegal(
+                config, problem, device, None, terms.deterministic
+            ):
+                return f"over the budget of {terms.budget:,} bytes, from which the last tier is exempt"
+        return ""
 
     def _judge(
-        self,
-        tier: str,
-        choice: Choice,
-        detail: str,
-        problem: Problem,
-        device: Device,
-        terms: Terms,
-        considered: list[Considered],
+        self, answer: Answer, problem: Problem, device: Device, terms: Terms, considered: list[Considered]
     ) -> Decision | None:
-        text = f"{choice.implementation}({choice.config.text})"
+        tier, choice, text = answer.tier, answer.choice, str(answer.choice)
         try:
             if tier == PLAN and choice.implementation == REFERENCE_ID:
                 implementation = reference_implementation(self.catalog.op(problem.op), problem)
@@ -187,33 +201,62 @@ class Dispatcher:
             considered.append(Considered(tier, text, False, error.why or error.what))
             return None
         reason = implementation.why_illegal(config, problem, device, terms.budget, terms.deterministic)
-        # Another device's, another source's or nobody's measurement: a plugin must have passed verification here.
-        foreign = tier not in (PINNED, PLAN, EXACT) and not implementation.own
-        if reason is None and foreign and not self._verified(implementation, problem, device):
-            reason = "a plugin's implementation that was not verified on this device; `liger-tune warmup` does it"
-        considered.append(Considered(tier, text, reason is None, reason or detail))
-        return Decision(problem, implementation, config, tier, detail) if reason is None else None
+        if reason is None and tier not in (PINNED, PLAN):
+            reason = self._why_distrusted(answer, implementation, config, problem, device)
+        considered.append(Considered(tier, text, reason is None, reason or answer.detail))
+        return Decision(problem, implementation, config, tier, answer.detail) if reason is None else None
+
+    def _why_distrusted(
+        self, answer: Answer, implementation: Implementation, config: Config, problem: Problem, device: Device
+    ) -> str | None:
+        """Why what is legal is not to be run here; None if it may be.
+
+        A pin is the user's own word. A plan was held against all this when it was made: from then on every rank
+        decides alike, whatever its own tables say.
+        """
+        source = source_hash(implementation.launch)
+        if any(table.wrong(implementation, config, source) for table in self._mine(problem, device)):
+            return "it gave wrong results on this device"
+        if implementation.own:
+            return None
+        # Another's, another device's, another source's or nobody's measurement: it must have passed verification here.
+        exact = answer.tier == EXACT and answer.local
+        if not exact and not self._verified(implementation, problem, device):
+            return "a plugin's implementation that was not verified on this device; `liger-tune warmup` does it"
+        reason = implementation.why_not_importable()
+        if reason is not None and implementation.key not in self._broken:
+            self._broken.add(implementation.key)
+            warnings.warn(f"{implementation.id} of {problem.op} is left out: {reason}", PluginWarning, stacklevel=2)
+        return reason
+
+    def _mine(self, problem: Problem, device: Device) -> list[Table]:
+        """What was measured on this very device, by this user."""
+        return [source.store.load(device, problem.op) for source in self._readable if source.kind == USER]
+
+    def _verified(self, implementation: Implementation, problem: Problem, device: Device) -> bool:
+        source = source_hash(implementation.launch)
+        return any(table.verified(implementation, source) for table in self._mine(problem, device))
 
     # -- the tiers -------------------------------------------------------------------------------------------------
 
     def _answers(
-        self, problem: Problem, device: Device, terms: Terms, tiers: Sequence[str]
-    ) -> Iterator[tuple[str, Choice, str]]:
-        """Every tier's answers in order, as ``(tier, choice, detail)``."""
+        self, problem: Problem, device: Device, terms: Terms, tiers: Sequence[str], considered: list[Considered]
+    ) -> Iterator[Answer]:
+        """Every tier's answers in order."""
         for tier in tiers:
             if tier == PINNED:
                 yield from self._pinned(problem, device, terms)
             elif tier == PLAN:
                 if self.plan is not None and (choice := self.plan.get(device.fingerprint, problem)) is not None:
-                    yield tier, choice, f"plan {self.plan.digest[:12]}"
+                    yield Answer(tier, choice, f"plan {self.plan.digest[:12]}")
             elif tier == SIBLING:
                 yield from self._siblings(problem, device)
             elif tier == HEURISTIC:
-                yield from self._heuristics(problem, device, terms)
+                yield from self._heuristics(problem, device, considered)
             elif tier != REFERENCE:
                 yield from self._stored(tier, problem, device)
 
-    def _pinned(self, problem: Problem, device: Device, terms: Terms) -> Iterator[tuple[str, Choice, str]]:
+    def _pinned(self, problem: Problem, device: Device, terms: Terms) -> Iterator[Answer]:
         for target, name, config in terms.pins:
             op, _, phase = target.partition("/")
             if op != problem.op or phase not in ("", problem.phase):
@@ -227,12 +270,14 @@ class Dispatcher:
             implementation = named[0] if named else self.catalog.find(problem.op, problem.scheme, problem.phase, name)
             # A name that both phases have, pinned without a phase, is only a wish for backward.
             lenient = not phase and problem.phase != FORWARD and any(i.phase == FORWARD for i in every)
-            if (reason := implementation.capability.why_not(problem, device)) is not None:
+            chosen: Config | str | None = implementation.capability.why_not(problem, device)
+            if chosen is None:
+                chosen = config or self._best_config(implementation, problem, device, terms)
+            if isinstance(chosen, str):
                 if lenient:
                     continue
-                raise self._cannot(implementation.id, problem, reason)
-            chosen = config or self._best_config(implementation, problem, device, terms)
-            yield PINNED, Choice(implementation.id, chosen), LENIENT if lenient else target
+                raise self._cannot(implementation.id, problem, chosen)
+            yield Answer(PINNED, Choice(implementation.id, chosen), LENIENT if lenient else target)
             if not lenient:
                 return
 
@@ -244,14 +289,16 @@ class Dispatcher:
             fix="pin another, or none",
         )
 
-    def _best_config(self, implementation: Implementation, problem: Problem, device: Device, terms: Terms) -> Config:
-        """The fastest measured config of a pinned implementation that is legal, else its heuristic's."""
+    def _best_config(
+        self, implementation: Implementation, problem: Problem, device: Device, terms: Terms
+    ) -> Config | str:
+        """The fastest measured config of a pinned implementation that is legal, else what its heuristic proposes."""
         best: tuple[float, Config] | None = None
         planned = self.plan.get(device.fingerprint, problem) if self.plan is not None else None
         if planned is not None and planned.implementation == implementation.id:
             return planned.config
         for source in self._readable:
-            for sample in source.store.load(device, problem.op).samples_of(problem):
+            for sample in source.store.load(device, problem.op).samples_of(problem, device.protocol):
                 config, time = sample.choice.config, sample.time_us
                 if sample.choice.implementation != implementation.id or not sample.verified or time is None:
                     continue
@@ -259,27 +306,30 @@ class Dispatcher:
                     config, problem, device, terms.budget
                 ):
                     best = time, config
-        return implementation.heuristic(problem, device) if best is None else best[1]
+        return implementation.propose(problem, device) if best is None else best[1]
 
-    def _stored(self, tier: str, problem: Problem, device: Device) -> Iterator[tuple[str, Choice, str]]:
+    def _stored(self, tier: str, problem: Problem, device: Device) -> Iterator[Answer]:
         shipped = tier in (SHIPPED, SHIPPED_NEAR)
         for source in self.sources:
             if (source.kind == SHIPPED_TABLES) is not shipped:
                 continue
             table = source.store.load(device, problem.op)
-            if tier in (NEAR, SHIPPED_NEAR):
-                stored = table.near(problem, self.bucket_dims(problem))
-                detail = f"{source.kind}, measured at {stored.problem.dims.text}" if stored is not None else ""
-            else:
-                stored, detail = table.decision(problem), source.kind
-            if stored is None:
-                continue
-            stale = self.staleness(stored)
-            if (tier == EXACT and stale) or (tier == STALE and not stale):
-                continue
-            yield tier, stored.choice, f"{detail}, {stale}" if stale else detail
+            near = tier in (NEAR, SHIPPED_NEAR)
+            for stored in self._found(table, problem, device, near):
+                detail = f"{source.kind}, measured at {stored.problem.dims.text}" if near else source.kind
+                stale = self.staleness(stored)
+                if (tier == EXACT and stale) or (tier == STALE and not stale):
+                    continue
+                yield Answer(tier, stored.choice, f"{detail}, {stale}" if stale else detail, source.kind == USER)
 
-    def _siblings(self, problem: Problem, device: Device) -> Iterator[tuple[str, Choice, str]]:
+    def _found(self, table: Table, problem: Problem, device: Device, near: bool) -> Sequence[Stored]:
+        """What a table decided for a problem, or for those near to it, as this device is measured."""
+        if near:
+            return table.nearest(problem, self.bucket_dims(problem), device.protocol)[:MOST_NEAR]
+        stored = table.decision(problem, device.protocol)
+        return () if stored is None else (stored,)
+
+    def _siblings(self, problem: Problem, device: Device) -> Iterator[Answer]:
         rank = {sku: n for n, sku in enumerate((device.sku, *device.siblings))}
 
         def sku(table: Table) -> str:
@@ -289,26 +339,23 @@ class Dispatcher:
             for source in self.sources:
                 tables = source.store.siblings(device, problem.op)
                 for table in sorted(tables, key=lambda t: (rank.get(sku(t), len(rank)), t.directory)):
-                    stored = table.near(problem, self.bucket_dims(problem)) if near else table.decision(problem)
-                    if stored is not None:
-                        yield SIBLING, stored.choice, f"measured on {table.directory[2]}, {stored.problem.dims.text}"
+                    for stored in self._found(table, problem, device, near):
+                        where = f"measured on {table.directory[2]}, {stored.problem.dims.text}"
+                        yield Answer(SIBLING, stored.choice, where)
 
-    def _heuristics(self, problem: Problem, device: Device, terms: Terms) -> Iterator[tuple[str, Choice, str]]:
+    def _heuristics(self, problem: Problem, device: Device, considered: list[Considered]) -> Iterator[Answer]:
         for implementation in self.in_order(problem):
             if implementation.capability.why_not(problem, device) is not None:
                 continue
-            yield HEURISTIC, Choice(implementation.id, implementation.heuristic(problem, device)), "untuned"
+            proposed = implementation.propose(problem, device)
+            if isinstance(proposed, str):
+                considered.append(Considered(HEURISTIC, implementation.id, False, proposed))
+            else:
+                yield Answer(HEURISTIC, Choice(implementation.id, proposed), "untuned")
 
     def in_order(self, problem: Problem) -> list[Implementation]:
         """The implementations of a problem's phase in the order in which the heuristic tier tries them."""
-        order = {name: n for n, name in enumerate(self.catalog.op(problem.op).order.get(problem.phase, ()))}
-        there = self.catalog.implementations(problem.op, problem.scheme, problem.phase)
-        return sorted(there, key=lambda i: (not i.own, order.get(i.name, len(order))))
-
-    def _verified(self, implementation: Implementation, problem: Problem, device: Device) -> bool:
-        source = source_hash(implementation.launch)
-        tables = (s.store.load(device, problem.op) for s in self._readable if s.kind != SHIPPED_TABLES)
-        return any(table.verified(implementation, source) for table in tables)
+        return self.catalog.in_order(problem)
 
     def bucket_dims(self, problem: Problem) -> list[str]:
         """The dims of a problem's key that are buckets."""
@@ -331,7 +378,8 @@ class Dispatcher:
         return "; ".join(changes)
 
     def _strict_miss(self, problem: Problem, device: Device, decision: Decision | SchemeDecision) -> StrictMissError:
-        entries = [s for source in self._readable for s in source.store.load(device, problem.op).decisions.values()]
+        tables = [source.store.load(device, problem.op) for source in self._readable]
+        entries = [s for table in tables for s in table.decisions.values() if s.protocol == device.protocol]
         nearest = min(entries, key=lambda s: len(differences(problem, s.problem)), default=None)
         why = [f"the best answer would be {decision}"]
         if nearest is not None:

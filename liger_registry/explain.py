@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from liger_registry.decision import FREE, HITS, TIERS, Considered, Decision, Terms
 from liger_registry.dispatch import Dispatcher
-from liger_registry.implementation import Implementation
+from liger_registry.implementation import ELSEWHERE, Implementation
 from liger_registry.problem import Problem
-from liger_registry.table import NOISY, OK
+from liger_registry.table import NOISY, OK, duration
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
     from liger_registry.table import Sample
 
-CHOSEN, SLOWER, REJECTED, UNMEASURED = "chosen", "slower", "rejected", "not measured"
+CHOSEN, SLOWER, UNPROVEN, PASSED_OVER = "chosen", "slower", "not proven", "passed over"
+REJECTED, UNMEASURED = "rejected", "not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Candidate:
         implementation: its id.
         distribution: who registered it.
         config: the config as text.
-        verdict: ``chosen``, ``slower``, ``rejected`` or ``not measured``.
+        verdict: ``chosen``, ``slower``, ``not proven`` (faster, but within the noise), ``rejected`` or
+            ``not measured``.
         reason: why it is not chosen.
         time_us: its measured time in microseconds.
         extra_bytes: its measured peak beyond the outputs, in bytes.
@@ -85,11 +87,17 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.problem.text} on {self.device}", f"  -> {self.decision}", "  tiers:"]
         lines += [f"    {'+' if t.accepted else '-'} {t.tier:13} {t.choice}  {t.reason}" for t in self.tiers]
-        lines.append("  candidates:")
+        lines.append(f"  candidates:  {'time':>13} {'extra':>12}")
+        foreign = [c.implementation for c in self.candidates if c.reason.startswith(ELSEWHERE)]
         for c in self.candidates:
-            time = f"{c.time_us:10.1f} us" if c.time_us is not None else " " * 13
-            size = f"{c.extra_bytes / 2**20:8.1f} MiB" if c.extra_bytes is not None else " " * 12
-            lines.append(f"    {c.verdict:12} {time} {size}  {c.implementation}({c.config})  {c.reason}".rstrip())
+            if c.implementation in foreign:
+                continue
+            time = duration(c.time_us) if c.time_us is not None else ""
+            size = f"{c.extra_bytes / 2**20:.1f} MiB" if c.extra_bytes is not None else ""
+            text = f"{c.implementation}({c.config})  {c.reason}".rstrip()
+            lines.append(f"    {c.verdict:12} {time:>10} {size:>12}  {text}")
+        if foreign:
+            lines.append(f"    {REJECTED:12} {'':23}  for other devices: {', '.join(foreign)}")
         return "\n".join(lines)
 
 
@@ -143,7 +151,10 @@ def _candidates(dispatcher: Dispatcher, decision: Decision, device: Device, term
         if chosen and decision.config not in [s.choice.config for s in mine]:
             rows.append(_row(implementation, decision.config.text, CHOSEN, decision.source))
         elif not mine:
-            config = implementation.heuristic(problem, device)
+            config = implementation.propose(problem, device)
+            if isinstance(config, str):
+                rows.append(_row(implementation, "", REJECTED, config))
+                continue
             illegal = implementation.why_illegal(config, problem, device, terms.budget, terms.deterministic)
             rows.append(
                 _row(
@@ -153,7 +164,9 @@ def _candidates(dispatcher: Dispatcher, decision: Decision, device: Device, term
                     illegal or "run `liger-tune warmup`",
                 )
             )
-    best = {CHOSEN: 0, SLOWER: 1, UNMEASURED: 2, REJECTED: 3}
+    best = {CHOSEN: 0, UNPROVEN: 1, PASSED_OVER: 1, SLOWER: 1, UNMEASURED: 2, REJECTED: 3}
+    reference = next((c.time_us for c in rows if c.verdict == CHOSEN), None)
+    rows = [_compared(row, reference, decision.source) for row in rows]
     yield from sorted(rows, key=lambda c: (best[c.verdict], c.time_us if c.time_us is not None else float("inf")))
 
 
@@ -162,11 +175,10 @@ def _samples(dispatcher: Dispatcher, decision: Decision, device: Device) -> list
     problem = decision.problem
     for source in dispatcher.sources:
         table = source.store.load(device, problem.op)
-        if samples := list(table.samples_of(problem)):
-            return samples
-        stored = table.near(problem, dispatcher.bucket_dims(problem))
-        if stored is not None and (samples := list(table.samples_of(stored.problem))):
-            return samples
+        near = table.nearest(problem, dispatcher.bucket_dims(problem), device.protocol)
+        for measured in (problem, *(stored.problem for stored in near)):
+            if samples := table.samples_of(measured, device.protocol):
+                return samples
     return []
 
 
@@ -184,6 +196,20 @@ def _measured(
     else:
         verdict, reason = SLOWER, sample.detail
     return _row(implementation, config.text, verdict, reason, sample.time_us, sample.extra_bytes)
+
+
+def _compared(row: Candidate, chosen_us: float | None, source: str) -> Candidate:
+    """A candidate that lost on time, with how much it lost by."""
+    if row.verdict != SLOWER or row.time_us is None or not chosen_us:
+        return row
+    ratio = row.time_us / chosen_us
+    if ratio >= 1:
+        return replace(row, reason=f"{ratio:.2f} x the chosen one's time")
+    if source in HITS[2:]:
+        return replace(
+            row, verdict=UNPROVEN, reason=f"{1 - ratio:.1%} faster, no more than the noise: the choice stays"
+        )
+    return replace(row, verdict=PASSED_OVER, reason=f"{1 - ratio:.1%} faster, but the choice is {source}")
 
 
 def _row(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from liger_registry.decision import SHIPPED_TABLES, Terms
+from liger_registry.decision import SHIPPED_TABLES, Decision, Terms
 from liger_registry.dispatch import Dispatcher
 from liger_registry.errors import PlanError
 from liger_registry.implementation import REFERENCE_ID
-from liger_registry.plan import Exchange, Plan, agree
+from liger_registry.plan import Exchange, Part, Plan, agree
 from liger_registry.problem import SCHEME, Problem
 from liger_registry.table import Choice
 
@@ -20,34 +21,52 @@ if TYPE_CHECKING:
     from liger_registry.device import Device
 
 
-def make_plan(
-    dispatcher: Dispatcher,
-    device: Device,
-    group: ProcessGroup | None,
-    problems: Callable[[], Iterable[Problem]],
-    terms: Callable[[Problem], Terms],
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Freezer:
+    """What this rank freezes.
+
+    Attributes:
+        dispatcher: decides on this rank; without a plan of its own.
+        device: this rank's device.
+        problems: what this rank wants decided.
+        terms: under which terms it decides a problem.
+        load: loads the kernels of decisions, if that is wanted.
+    """
+
+    dispatcher: Dispatcher
+    device: Device
+    problems: Callable[[], Iterable[Problem]]
+    terms: Callable[[Problem], Terms]
+    load: Callable[[list[Decision]], object] | None = None
+
+    def part(self) -> Part:
+        """This rank's part in the agreement."""
+        return Part(self.device.fingerprint, self.problems, self._resolve, self._validate)
+
+    def _resolve(self, problem: Problem) -> Choice:
+        if problem.phase == SCHEME:
+            return self.dispatcher.decide_scheme(problem, self.device, []).choice
+        return self.dispatcher.decide(problem, self.device, self.terms(problem), []).choice
+
+    def _validate(self, plan: Plan) -> None:
+        validate(plan, self.dispatcher.catalog, self.device)
+        if self.load is not None:
+            planned = replace(self.dispatcher, plan=plan)
+            mine = [p for place, p in plan if place == self.device.fingerprint and p.phase != SCHEME]
+            self.load([planned.decide(problem, self.device, self.terms(problem), []) for problem in mine])
+
+
+def make_plan(group: ProcessGroup | None, prepare: Callable[[], Freezer]) -> Plan:
     """The plan that all ranks of a group agree on.
 
     Args:
-        dispatcher: decides on this rank; without a plan of its own.
-        device: this rank's device.
         group: a process group; None for the default one, or for this process alone.
-        problems: what this rank wants decided.
-        terms: under which terms it decides a problem.
+        prepare: what this rank freezes. It may raise: the other ranks are told, instead of being left to wait.
 
     Raises:
         PlanError: a rank could not decide or cannot carry the plan out; raised on every rank.
     """
-
-    def resolve(problem: Problem) -> Choice:
-        if problem.phase == SCHEME:
-            return dispatcher.decide_scheme(problem, device, []).choice
-        return dispatcher.decide(problem, device, terms(problem), []).choice
-
-    return agree(
-        Exchange(group), device.fingerprint, problems, resolve, lambda plan: validate(plan, dispatcher.catalog, device)
-    )
+    return agree(Exchange(group), lambda: prepare().part())
 
 
 def tabled(dispatcher: Dispatcher, device: Device) -> set[Problem]:
@@ -58,7 +77,8 @@ def tabled(dispatcher: Dispatcher, device: Device) -> set[Problem]:
             tables = [source.store.load(device, op.name)]
             if source.kind == SHIPPED_TABLES:
                 tables += source.store.siblings(device, op.name)
-            found |= {problem for table in tables for problem in table.problems if op.has(problem)}
+            decided = dict.fromkeys(p for t in tables for p, protocol in t.decisions if protocol == device.protocol)
+            found |= {problem for problem in decided if op.has(problem)}
     return found
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from liger_registry.device import Device
 
 ANY = "any"
+# How the reason begins for an implementation of another vendor; there are as many as vendors.
+ELSEWHERE = "it is for"
 FLOATS = ("float32", "float16", "bfloat16")
 OWN_DISTRIBUTION = "liger-registry"
 # The id of the last tier's implementation, which no distribution registers.
@@ -49,7 +52,7 @@ class Capability:
         from liger_registry.device import capability_number
 
         if self.vendor not in (ANY, device.vendor, device.emulates):
-            return f"it is for {self.vendor}, the device is {device.vendor}"
+            return f"{ELSEWHERE} {self.vendor}, the device is {device.vendor}"
         if self.min_arch is not None and device.vendor == self.vendor:
             have, need = capability_number(device.arch), capability_number(self.min_arch)
             if have < need:
@@ -79,6 +82,10 @@ def no_extra_bytes(problem: Problem, config: Config) -> int:
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to compute one phase of a scheme.
+
+    A plugin's heuristic, predicates and ``extra_bytes`` are asked through ``propose``, ``configs`` and ``why_illegal``
+    alone, which turn whatever they raise into a reason for a rejection. Those of this distribution may raise: a bug
+    of ours is to be seen.
 
     Attributes:
         op: the operation's name.
@@ -145,15 +152,55 @@ class Implementation:
             return "it is not deterministic, and torch.use_deterministic_algorithms is on"
         if (reason := self.capability.why_not(problem, device)) is not None:
             return reason
-        if (reason := self.space.why_illegal(config, problem, device)) is not None:
+        try:
+            reason = self.space.why_illegal(config, problem, device)
+        except (Exception, SystemExit) as error:
+            return self._raised("space", error)
+        if reason is not None:
             return reason
         warps = config.get("num_warps", 1)
         threads = (warps if isinstance(warps, int) else 1) * device.limits.warp_size
         if threads > device.limits.max_threads:
             return f"{threads} threads a program, the device allows {device.limits.max_threads}"
-        if budget is not None and (extra := self.extra_bytes(problem, config)) > budget:
-            return f"it needs {extra:,} bytes beyond the outputs, the budget is {budget:,}"
-        return None
+        if budget is None:
+            return None
+        try:
+            extra = self.extra_bytes(problem, config)
+        except (Exception, SystemExit) as error:
+            return self._raised("extra_bytes", error)
+        if not isinstance(extra, int):
+            return f"its extra_bytes gave {ascii(extra)[:80]}, which is no number of bytes"
+        return f"it needs {extra:,} bytes beyond the outputs, the budget is {budget:,}" if extra > budget else None
+
+    def propose(self, problem: Problem, device: Device) -> Config | str:
+        """The config that the heuristic names, legal or not; the reason as text if it names none."""
+        try:
+            found = self.heuristic(problem, device)
+        except (Exception, SystemExit) as error:
+            return self._raised("heuristic", error)
+        # A plugin's may return anything, whatever its type says.
+        return found if isinstance(found, Config) else f"its heuristic gave {ascii(found)[:80]}, which is no Config"
+
+    def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
+        """The configs of the space in declared order that its predicates do not turn down.
+
+        Those about which a plugin's predicate raises are among them: ``why_illegal`` says what it raised.
+        """
+        names, values = self.space.parameters.keys(), self.space.parameters.values()
+        for chosen in itertools.product(*values):
+            config = Config(dict(zip(names, chosen, strict=True)))
+            try:
+                legal = self.space.why_illegal(config, problem, device) is None
+            except (Exception, SystemExit) as error:
+                legal = bool(self._raised("space", error))
+            if legal:
+                yield config
+
+    def _raised(self, what: str, error: BaseException) -> str:
+        """What a plugin's callable raised, as a reason; raises it again where this distribution's own did."""
+        if self.own:
+            raise error
+        return f"its {what} raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def function(self) -> Callable[..., Any]:
         """The launch function, imported now if it was given by name.
@@ -162,6 +209,14 @@ class Implementation:
             PluginError: it cannot be imported.
         """
         return self.launch if callable(self.launch) else _import(self.launch, self.distribution)
+
+    def why_not_importable(self) -> str | None:
+        """Why the launch function cannot be imported, which this tries; None if it can."""
+        try:
+            self.function()
+        except PluginError as error:
+            return f"{error.what}: {error.why}"
+        return None
 
     def bind(
         self, config: Config, device: Device, options: Mapping[str, Any], needs: tuple[bool, ...] | None = None
@@ -222,7 +277,7 @@ def _import(name: str, distribution: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise PluginError(
             f"the launch function {name} of {distribution or 'an unnamed distribution'} cannot be imported",
             why=f"{type(error).__name__}: {error}",

@@ -6,8 +6,10 @@ a job that is killed loses nothing. The log is bounded; what does not fit is dro
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 import warnings
 from pathlib import Path
@@ -51,13 +53,17 @@ class MissLog:
         """Forget all misses."""
         with self._lock:
             self._known = {}
-            self.path.unlink(missing_ok=True)
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                self._warn("cleared", error)
 
     def _load(self) -> dict[tuple[str, Problem], None]:
         if self._known is None:
             self._known = {}
             try:
-                text = self.path.read_bytes()[:MOST_BYTES].decode("utf-8", "replace")
+                with open(self._open(os.O_RDONLY), "rb") as file:
+                    text = file.read(MOST_BYTES).decode("utf-8", "replace")
             except OSError:
                 text = ""
             for line in text.splitlines()[:MOST]:
@@ -71,14 +77,26 @@ class MissLog:
     def _append(self, line: str) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-            descriptor = os.open(self.path, flags, 0o600)
+            descriptor = self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 if os.fstat(descriptor).st_size < MOST_BYTES:
                     os.write(descriptor, line.encode())
             finally:
                 os.close(descriptor)
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"misses cannot be recorded in {self.path}: {error}", TableWarning, stacklevel=2)
+            self._warn("recorded", error)
+
+    def _open(self, flags: int) -> int:
+        """A descriptor of the file; OSError if it is a link, or no regular file: a pipe would be waited for."""
+        for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"):
+            flags |= getattr(os, name, 0)
+        descriptor = os.open(self.path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return descriptor
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"misses cannot be {what} in {self.path}: {error}", TableWarning, stacklevel=3)

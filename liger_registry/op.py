@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -277,12 +277,31 @@ class Op:
         )
 
     def has(self, problem: Problem) -> bool:
-        """Whether a call can be such a problem: a table may hold those of another version of the contract."""
+        """Whether a call can be such a problem.
+
+        A table or a log may hold those of another version of the contract, or what somebody made up. An example on
+        the meta device, described anew, must be the same problem, field by field.
+        """
         schemes = {scheme.name for scheme in self.schemes}
         phase = problem.scheme in schemes and problem.phase in (FORWARD, BACKWARD)
         choice = problem.phase == SCHEME and not problem.scheme and len(schemes) > 1
         known = problem.op == self.name and (phase or choice)
-        return known and problem.dims.keys() == self.dims.keys()
+        if not known or problem.dims.keys() != self.dims.keys():
+            return False
+        try:
+            bare = replace(problem, flags=problem.flags.without("budget"))
+            budget = problem.flags.get("budget")
+            if (budget is None) is not (self.budget(bare) is None) or not isinstance(budget, int | None):
+                return False
+            fixed = self.options_of(problem)
+            options = {o.name: o.validate(self.name, fixed[o.name]) for o in self.options}
+            inputs = self.example(problem, "meta", 0, "random")
+            self.validate(inputs, options)
+            again = self.describe(inputs, options)
+            needs = () if problem.phase == FORWARD else self.needs(problem)
+            return self.problem(again, problem.phase, problem.scheme, needs, budget) == problem
+        except Exception:  # whatever a contract's functions make of what it does not know
+            return False
 
     def needs(self, problem: Problem) -> tuple[bool, ...]:
         """Which differentiable inputs need a gradient in a backward problem, in order."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -116,21 +117,30 @@ class Exchange:
         return dist.get_rank(self.group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def agree(
-    exchange: Exchange,
-    fingerprint: str,
-    problems: Callable[[], Iterable[Problem]],
-    resolve: Callable[[Problem], Choice],
-    validate: Callable[[Plan], None],
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank brings to an agreement.
+
+    Attributes:
+        fingerprint: of its device.
+        problems: what it wants decided.
+        resolve: the choice for a problem on its device; asked on the lowest rank of each fingerprint alone.
+        validate: raises if the rank cannot carry the plan out.
+    """
+
+    fingerprint: str
+    problems: Callable[[], Iterable[Problem]]
+    resolve: Callable[[Problem], Choice]
+    validate: Callable[[Plan], None]
+
+
+def agree(exchange: Exchange, prepare: Callable[[], Part]) -> Plan:
     """One plan on every rank of a group.
 
     Args:
         exchange: the ranks.
-        fingerprint: of this rank's device.
-        problems: what this rank wants decided.
-        resolve: the choice for a problem on this rank's device; asked on the lowest rank of each fingerprint alone.
-        validate: raises if this rank cannot carry the plan out.
+        prepare: makes this rank's part. Whatever may fail on one rank alone belongs in it, or in what it returns:
+            settings, the device, plugins.
 
     Returns:
         The plan, the same on every rank.
@@ -138,27 +148,32 @@ def agree(
     Raises:
         PlanError: a rank could not; every rank raises it and names the rank.
     """
+    made: list[Part] = []
 
     def needed() -> tuple[str, list[Problem]]:
-        found = list(problems())
+        part = prepare()
+        made.append(part)
+        found = list(part.problems())
         if wrong := [p for p in found if not isinstance(p, Problem)]:
             raise TypeError(f"{wrong[0]!r} is no Problem")
-        return fingerprint, found
+        pickle.dumps(found)  # what cannot be sent must not fail in the middle of the exchange
+        return part.fingerprint, found
 
     wanted = exchange.all(_guarded(needed))
     _raise_first(wanted, "could not say what it needs")
     union = sorted({p for _, (_, ps) in wanted for p in ps}, key=lambda p: p.text)
+    part, fingerprint = made[0], made[0].fingerprint
     lowest = min(rank for rank, (_, (place, _)) in enumerate(wanted) if place == fingerprint)
 
     def mine() -> list[tuple[str, Problem, Choice]]:
-        return [(fingerprint, p, resolve(p)) for p in union] if exchange.rank == lowest else []
+        return [(fingerprint, p, part.resolve(p)) for p in union] if exchange.rank == lowest else []
 
     resolved = exchange.all(_guarded(mine))
     _raise_first(resolved, "could not decide")
     plan = Plan({(place, p): choice for _, lines in resolved for place, p, choice in lines})
 
     def check() -> str:
-        validate(plan)
+        part.validate(plan)
         return plan.digest
 
     digests = exchange.all(_guarded(check))

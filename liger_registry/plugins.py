@@ -75,7 +75,7 @@ class _Found:
 def load_kernels(
     catalog: Catalog, settings: Settings, found: Iterable[_Found] | None = None
 ) -> tuple[PluginRecord, ...]:
-    """Load every plugin of the group ``liger_registry.kernels`` into the catalogue.
+    """Load every plugin of the group ``liger_registry.kernels`` into the catalogue, which learns which ones failed.
 
     Args:
         catalog: where it registers.
@@ -88,7 +88,9 @@ def load_kernels(
         with catalog.stage(plugin.distribution) as staging:
             register(staging)
 
-    return tuple(_load(plugin, settings, stage) for plugin in (scan(KERNELS) if found is None else found))
+    records = tuple(_load(plugin, settings, stage) for plugin in (scan(KERNELS) if found is None else found))
+    catalog.failed = tuple(record for record in records if record.status != LOADED)
+    return records
 
 
 def tuning_roots(settings: Settings) -> tuple[tuple[Path, ...], tuple[PluginRecord, ...]]:

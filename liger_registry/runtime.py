@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +22,10 @@ from liger_registry.errors import (
     UnsupportedOptionError,
 )
 from liger_registry.explain import Explanation, Explanations, explain
-from liger_registry.freezing import make_plan, tabled
+from liger_registry.freezing import Freezer, make_plan, tabled
 from liger_registry.library import Face, LibraryFace
 from liger_registry.op import Op
-from liger_registry.pins import Names, Pins, current, key_of, pins_for
+from liger_registry.pins import Names, Pins, current, key_of, naming, pins_for
 from liger_registry.plan import Plan
 from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem
 from liger_registry.settings import Settings
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Decisions by device, problem and terms; some 600 bytes each.
 MEMO = 16_384
+# Problems that calls have asked for; as many as the log of misses holds.
+CALLED = 4096
 
 
 class Registry(Assembly):
@@ -50,6 +52,8 @@ class Registry(Assembly):
         self._handles: dict[Any, Handle] = {}
         self._memo: dict[Any, Decision] = {}
         self._schemes: dict[tuple[str, Problem], str] = {}
+        # In the order of their last calls. No memo: freeze() asks for it after everything else was forgotten.
+        self._asked: dict[tuple[str, Problem], None] = {}
         self.pins = current.get
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -102,10 +106,12 @@ class Registry(Assembly):
                 why="it is a number of bytes",
                 fix="pass an int of at least 0, or leave it out",
             )
-        key = op, _pins, key_of(implementation, config), memory_budget
-        if (known := self._handles.get(key)) is not None:
+        asked = key_of(implementation, config)
+        key = op, _pins, asked, memory_budget
+        if asked is not None and (known := self._handles.get(key)) is not None:
             return known
         contract = self.catalog.op(op)
+        # Raises for all that has no key.
         pins = (*_pins, *pins_for(self.catalog, contract, implementation, config))
         return self._handles.setdefault(key, make_handle(contract, self, pins, memory_budget))
 
@@ -205,10 +211,12 @@ class Registry(Assembly):
         problem, _ = self.problem_of(op, tensors, options, SCHEME, needs, budget, "")
         device, memo = self.device_of(tensors), self._schemes
         key = device.fingerprint, problem
+        self._note(key)
         if (known := memo.get(key)) is None:
             if _capturing(tensors):
-                return op.schemes[0].name  # no table is read and nothing is kept
-            known = memo[key] = self.dispatcher.decide_scheme(problem, device).scheme
+                return op.schemes[0].name  # no table is read and nothing is decided for later
+            known = self.dispatcher.decide_scheme(problem, device).scheme
+            _keep(memo, key, known, MEMO)
         return known
 
     def choose(
@@ -227,6 +235,7 @@ class Registry(Assembly):
         scheme = scheme or self.scheme_of(op, tensors, options, needs, budget)
         problem, budget = self.problem_of(op, tensors, options, phase, needs, budget, scheme)
         device, terms = self.device_of(tensors), self.terms(pins, budget)
+        self._note((device.fingerprint, problem))
         if _capturing(tensors):
             known = self._memo.get((device.fingerprint, problem, terms))
             return known or self.dispatcher.decide_without_io(problem, device, terms), device
@@ -238,15 +247,16 @@ class Registry(Assembly):
         key = (device.fingerprint, problem, terms)
         memo = self._memo  # the one from before: what was decided while it was forgotten is forgotten with it
         if (known := memo.get(key)) is None:
-            known = self.dispatcher.decide(problem, device, terms)
-            if len(memo) >= MEMO:
-                memo.pop(next(iter(memo)), None)
-            memo[key] = known
+            with naming(terms.pins, self.settings.pins, problem):
+                known = self.dispatcher.decide(problem, device, terms)
+            _keep(memo, key, known, MEMO)
         return known
 
     def explain(self, problem: Problem, device: Device | None = None, terms: Terms | None = None) -> Explanation:
         """Why a problem on a device is decided as it is."""
-        return explain(self.dispatcher, problem, device or self.device, terms or self._terms_of(problem))
+        terms = terms or self._terms_of(problem)
+        with naming(terms.pins, self.settings.pins, problem):
+            return explain(self.dispatcher, problem, device or self.device, terms)
 
     def explain_call(self, handle: Handle, tensors: Tensors, options: Mapping[str, Any]) -> Explanations:
         """The explanations of a call: forward, and backward if anything needs a gradient."""
@@ -270,7 +280,7 @@ class Registry(Assembly):
     def _on_miss(self, problem: Problem, device: Device) -> bool:
         if self.settings.mode == "tune" and self.plan is None:
             try:
-                self.tune([problem], device)
+                self.tune([problem], device, lock_timeout_s=0.0)  # a call does not wait for another tuner
                 return True
             except RegistryError as error:  # such as another process that tunes: the call goes on untuned
                 warnings.warn(f"{problem.text} stays untuned: {error}", TuningWarning, stacklevel=2)
@@ -315,34 +325,46 @@ class Registry(Assembly):
         Raises:
             PlanError: a rank could not decide or cannot carry the plan out; raised on every rank.
         """
-        device = self.device
-        called = self._called(device)
         self.thaw()
-        plan = make_plan(
-            self.dispatcher,
-            device,
-            group,
-            lambda: called | tabled(self.dispatcher, device) if problems is None else problems,
-            self._terms_of,
-        )
+
+        def prepare() -> Freezer:
+            dispatcher, device = self.dispatcher, self.device
+            called = self._called(device)
+            given = (lambda: {*called, *tabled(dispatcher, device)}) if problems is None else (lambda: problems)
+            return Freezer(dispatcher, device, given, self._terms_of, self._loader(device) if compile else None)
+
+        plan = make_plan(group, prepare)
         self.dispatcher.plan = plan
         self.forget()
-        if compile:
-            from liger_registry.tuning.preload import preload
-
-            mine = [p for place, p in plan if place == device.fingerprint and p.phase != SCHEME]
-            preload(self.catalog, [self.decide(problem, device) for problem in mine], device)
         return plan
+
+    def _loader(self, device: Device) -> Callable[[list[Decision]], object]:
+        from liger_registry.tuning.preload import preload
+
+        return lambda decisions: preload(self.catalog, decisions, device)
 
     def thaw(self) -> None:
         """Let go of the plan; tables answer again."""
-        self.dispatcher.plan = None
+        if self._dispatcher is not None:
+            self._dispatcher.plan = None
         self.forget()
 
-    def _called(self, device: Device) -> set[Problem]:
-        """The problems that calls have asked for so far."""
-        phases = [(place, problem) for place, problem, _ in list(self._memo)]
-        return {problem for place, problem in (*phases, *list(self._schemes)) if place == device.fingerprint}
+    def _called(self, device: Device) -> list[Problem]:
+        """The problems that calls have asked for so far, in the order of their last calls."""
+        return [problem for place, problem in list(self._asked) if place == device.fingerprint]
+
+    def _note(self, key: tuple[str, Problem]) -> None:
+        """Remember that a call asked for a problem."""
+        self._asked.pop(key, None)
+        _keep(self._asked, key, None, CALLED)
+
+
+def _keep(memo: dict[Any, Any], key: object, value: object, most: int) -> None:
+    """Add to a bounded memo; the oldest makes room."""
+    while len(memo) >= most:
+        with suppress(RuntimeError, StopIteration, KeyError):  # another thread changed it meanwhile
+            del memo[next(iter(memo))]
+    memo[key] = value
 
 
 def _capturing(tensors: Tensors) -> bool:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from liger_registry.errors import SettingError
+from liger_registry.errors import SettingError, TableWarning
 
 MODES = ("lookup", "tune", "strict", "off")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_LARGEST = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,6 @@ class Settings:
         table_dirs: ``LIGER_TUNE_TABLES``, read-only directories between the user cache and the shipped tables.
         plugins: ``LIGER_PLUGINS``, the distributions whose plugins may load; None allows all, empty none.
         memory_budget: ``LIGER_MEMORY_BUDGET`` in bytes; None leaves it to each operation.
-        check: ``LIGER_CHECK``: validate values too (it synchronises with the device).
         interpret: ``LIGER_INTERPRET``: CPU tensors run Triton kernels through Triton's interpreter.
         pins: ``LIGER_PIN``, ``op/phase=implementation`` pairs; the phase may be left out.
     """
@@ -37,13 +38,12 @@ class Settings:
     table_dirs: tuple[Path, ...] = ()
     plugins: frozenset[str] | None = None
     memory_budget: int | None = None
-    check: bool = False
     interpret: bool = False
     pins: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """The settings that environment variables name.
+        """The settings that environment variables name; a ``TableWarning`` for each directory that is not there.
 
         Raises:
             SettingError: a value cannot be understood.
@@ -51,19 +51,24 @@ class Settings:
         mode = environ.get("LIGER_TUNE_MODE", "lookup") or "lookup"
         if mode not in MODES:
             raise SettingError(
-                f"LIGER_TUNE_MODE={mode!r} is no mode", candidates=MODES, fix="unset it, or set one of the candidates"
+                f"LIGER_TUNE_MODE={_short(mode)!r} is no mode",
+                candidates=MODES,
+                fix="unset it, or set one of the candidates",
             )
         cache = environ.get("LIGER_TUNE_CACHE_DIR", "")
         tables = environ.get("LIGER_TUNE_TABLES", "")
         plugins = environ.get("LIGER_PLUGINS")
         budget = environ.get("LIGER_MEMORY_BUDGET", "")
+        table_dirs = tuple(_path(part) for part in tables.split(os.pathsep) if part)
+        for path in table_dirs:
+            if not os.path.isdir(path):
+                warnings.warn(f"LIGER_TUNE_TABLES names {path}, which is no directory", TableWarning, stacklevel=2)
         return cls(
             mode=mode,
             cache_dir=_path(cache) if cache else _user_cache_dir(),
-            table_dirs=tuple(_path(part) for part in tables.split(os.pathsep) if part),
+            table_dirs=table_dirs,
             plugins=None if plugins is None else frozenset(p.strip() for p in plugins.split(",") if p.strip()),
             memory_budget=parse_bytes(budget) if budget else None,
-            check=_flag(environ, "LIGER_CHECK"),
             interpret=_flag(environ, "LIGER_INTERPRET"),
             pins=parse_pins(environ.get("LIGER_PIN", "")),
         )
@@ -75,10 +80,19 @@ def parse_bytes(text: str) -> int:
     Raises:
         SettingError: not a size.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise SettingError(f"{text!r} is no size in bytes", candidates=["1610612736", "1.5GiB", "512M"])
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    # No longer than any size there is: Python refuses to read integers of thousands of digits.
+    match = re.fullmatch(r"\s*([0-9]{1,19})(?:\.([0-9]{1,19}))?\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    size = _LARGEST
+    if match is not None:
+        unit, part = _UNITS[match[3].lower()], match[2] or "0"
+        size = int(match[1]) * unit + int(part) * unit // 10 ** len(part)
+    if size >= _LARGEST:
+        raise SettingError(
+            f"LIGER_MEMORY_BUDGET={_short(text)!r} is no size in bytes",
+            candidates=["1610612736", "1.5GiB", "512M"],
+            fix="unset it, or write a size as the candidates are",
+        )
+    return size
 
 
 def parse_pins(text: str) -> tuple[tuple[str, str], ...]:
@@ -93,7 +107,7 @@ def parse_pins(text: str) -> tuple[tuple[str, str], ...]:
         op, slash, phase = target.partition("/")
         if not (op and equals and implementation) or (slash and phase not in ("forward", "backward")):
             raise SettingError(
-                f"LIGER_PIN has a part {part!r} that is no pin",
+                f"LIGER_PIN has a part {_short(part)!r} that is no pin",
                 candidates=["rms_norm=eager", "rms_norm/backward=persistent"],
                 fix="separate pins by semicolons",
             )
@@ -101,11 +115,19 @@ def parse_pins(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pins)
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise SettingError(f"{text!r} is no directory", why=str(error)) from None
+        raise SettingError(
+            f"{_short(text)!r} is no directory",
+            why=str(error),
+            fix="write LIGER_TUNE_CACHE_DIR and LIGER_TUNE_TABLES in full",
+        ) from None
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:
@@ -114,7 +136,9 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
         return False
     if value in ("1", "true", "yes", "on"):
         return True
-    raise SettingError(f"{name}={value!r} is neither on nor off", candidates=["1", "0"])
+    raise SettingError(
+        f"{name}={_short(value)!r} is neither on nor off", candidates=["1", "0"], fix="unset it, or set a candidate"
+    )
 
 
 def _user_cache_dir() -> Path:

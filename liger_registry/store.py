@@ -25,6 +25,7 @@ from liger_registry.document import MAX_BYTES, NewerSchemaError, check_name, nor
 from liger_registry.errors import RegistryError, TableError, TableInvalidError, TableWarning
 from liger_registry.lines import Lines
 from liger_registry.table import Directory, Sample, Stored, Table
+from liger_registry.trust import refuse_untrusted
 
 LAYOUT = "v1"
 KEPT_BAD = 4
@@ -243,12 +244,7 @@ class TableStore:
         if not self._holds(path):
             raise TableInvalidError(f"{path.name} is a link that leads out of {self.root}")
         if self._guarded:
-            inner = path.relative_to(self.root).parts
-            for place in (self.root, *(self.root.joinpath(*inner[: n + 1]) for n in range(len(inner)))):
-                if os.stat(place).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    refusal = TableError(f"others can write to {place}", fix=f"chmod go-w {place}")
-                    refusal.filename = str(place)  # one warning a directory, not one a table
-                    raise refusal
+            refuse_untrusted(self.root, path)
 
     def _holds(self, path: Path) -> bool:
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.root))

@@ -192,7 +192,11 @@ class Table:
         return max(found, key=_newest, default=None)
 
     def near(self, problem: Problem, bucket_dims: Iterable[str], protocol: str | None = None) -> Stored | None:
-        """The decision for the nearest problem that differs in nothing but the named dims.
+        """The first of ``nearest``; None if there is none."""
+        return next(iter(self.nearest(problem, bucket_dims, protocol)), None)
+
+    def nearest(self, problem: Problem, bucket_dims: Iterable[str], protocol: str | None = None) -> list[Stored]:
+        """The decisions for problems that differ in nothing but the named dims, the nearest first.
 
         Nearest is the least sum of ``|log2(ratio)|`` over the named dims; ties go to the larger problem. The problem
         itself counts, at distance 0.
@@ -218,7 +222,7 @@ class Table:
             # Rounded, so that two ways of summing one distance tie.
             return -round(sum(map(abs, ratios)), 9), round(sum(ratios), 9), sizes, _newest(stored)
 
-        return max((s for s in found if protocol in (None, s.protocol)), key=rank, default=None)
+        return sorted((s for s in found if protocol in (None, s.protocol)), key=rank, reverse=True)
 
     def samples_of(self, problem: Problem, protocol: str | None = None) -> list[Sample]:
         """Every sample of a problem, in the table's order; None takes those of every protocol."""
@@ -249,11 +253,27 @@ class Table:
         passed = any(sample.verified for sample in found) or any(map(same, self.decisions.values()))
         return passed and not any(sample.status == WRONG for sample in found)
 
+    def wrong(self, implementation: Identified, config: Config, source: str) -> bool:
+        """Whether this config of an implementation, as its source now is, gave wrong results for any problem.
+
+        Args:
+            implementation: the implementation.
+            config: the config.
+            source: the source hash of its launch function.
+        """
+        found: set[tuple[object, ...]] | None = self._index.get(WRONG)
+        if found is None:
+            wrong = [s for s in self.samples.values() if s.status == WRONG]
+            found = {(s.choice, s.problem.scheme, s.problem.phase, s.provenance.source) for s in wrong}
+            self._index[WRONG] = found
+        return (Choice(implementation.id, config), implementation.scheme, implementation.phase, source) in found
+
     def merged(self, decisions: Iterable[Stored] = (), samples: Iterable[Sample] = ()) -> Table:
         """This table with newer entries.
 
         An entry replaces the one of equal key. Of one implementation, problem and protocol at most ``MAX_SAMPLES``
-        samples stay: the fastest that are ``ok``, then the newest that failed.
+        samples stay: those that gave wrong results, which are a veto, then the fastest that are ``ok``, then the
+        newest that failed.
         """
         newer = {stored.key: stored for stored in decisions}
         kept = dict(self.samples)
@@ -286,7 +306,7 @@ def _competitors(sample: Sample) -> tuple[Problem, str, str]:
 
 
 def _surplus(samples: list[Sample]) -> list[Sample]:
-    """What goes when there are more than MAX_SAMPLES: failed ones from the oldest on, then the slowest."""
+    """What goes beyond MAX_SAMPLES: failed ones from the oldest on, then the slowest, then wrong ones."""
     if len(samples) <= MAX_SAMPLES:
         return []
 
@@ -294,9 +314,10 @@ def _surplus(samples: list[Sample]) -> list[Sample]:
         return sample.choice.config.text, repr(sample.choice.config)
 
     good = sorted((s for s in samples if s.status == OK), key=lambda s: (s.time_us or 0.0, text(s)))
-    # Among failed ones of one date, which may be none, the later in the table is the newer: merging appends.
-    failed = sorted((s for s in reversed(samples) if s.status != OK), key=lambda s: s.provenance.date, reverse=True)
-    return [*good, *failed][MAX_SAMPLES:]
+    # Among those of one date, which may be none, the later in the table is the newer: merging appends.
+    others = sorted((s for s in reversed(samples) if s.status != OK), key=lambda s: s.provenance.date, reverse=True)
+    wrong, failed = ([s for s in others if (s.status == WRONG) is is_wrong] for is_wrong in (True, False))
+    return [*wrong, *good, *failed][MAX_SAMPLES:]
 
 
 def order(problem: Problem) -> tuple[object, ...]:
@@ -337,4 +358,10 @@ def _where(key: tuple[Problem, str]) -> str:
 
 
 def _told(stored: Stored) -> str:
-    return f"{stored.choice} {stored.time_us:.4g} us"
+    return f"{stored.choice} {duration(stored.time_us)}"
+
+
+def duration(us: float) -> str:
+    """A time in microseconds for people: ``63.2 us``, ``1.48 ms``, ``2.1 s``."""
+    unit, size = ("us", 1.0) if us < 1e3 else ("ms", 1e3) if us < 1e6 else ("s", 1e6)
+    return f"{us / size:.3g} {unit}" if us < 100 * size else f"{us / size:.0f} {unit}"

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from liger_registry.accuracy import Verdict
-from liger_registry.config import Config, Fields
+from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.errors import RegistryError, UnknownImplementationError, VerificationError
 from liger_registry.implementation import Implementation
 from liger_registry.op import DimKind, Op
-from liger_registry.problem import BACKWARD, FORWARD, Problem
+from liger_registry.problem import Problem
+from liger_registry.tuning.odd import TALL, problems_for
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ConformanceCase", "Report", "check_implementation", "conformance_cases", "problems_for"]
 
-WIDTHS = (1, 3, 41, 1536)
-ROWS = (0, 1, 5)
-#: More rows than any tile, with a tail, at one width.
-TALL = 261
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-LAYOUTS = ("misaligned", "padded", "transposed", "rows", "scalar")
+#: More than the second and third size of a grid may be, and no multiple of anything.
+TALLEST = 70_001
+LAYOUTS = ("misaligned", "padded", "transposed", "rows", "scalar", "strided", "expanded")
 MOST_CONFIGS = 64
 
 
@@ -155,58 +153,6 @@ def conformance_cases(
     return found
 
 
-def problems_for(op: Op, scheme: str, phase: str) -> list[Problem]:
-    """Odd problems of an operation: widths 1, 3, 41 and 1536, 0, 1, 5 and 261 rows, all dtypes and choices.
-
-    Dims are actual sizes, not buckets. Sizes that the operation's contract turns down are left out.
-    """
-    sizes = [(5, width) for width in WIDTHS] + [(rows, 41) for rows in (*ROWS[:2], TALL)]
-    found: dict[Problem, None] = {}
-    every = op.differentiable
-    for dtype in DTYPES:
-        for rows, width in sizes:
-            found.update(dict.fromkeys(_problems(op, scheme, phase, rows, width, dtype, every)))
-    absent = [i.name for i in op.inputs if i.optional]
-    for name in absent:
-        found.update(dict.fromkeys(_problems(op, scheme, phase, 5, 41, "bfloat16", every, absent=name)))
-    for option in op.options:
-        for value in option.choices or ((False, True) if option.kind is bool else ()):
-            flags = {option.name: value}
-            found.update(dict.fromkeys(_problems(op, scheme, phase, 5, 41, "bfloat16", every, flags=flags)))
-    if phase == BACKWARD:
-        for name in every:
-            found.update(dict.fromkeys(_problems(op, scheme, phase, 5, 41, "bfloat16", (name,))))
-    return list(found)
-
-
-def _problems(
-    op: Op,
-    scheme: str,
-    phase: str,
-    rows: int,
-    width: int,
-    dtype: str,
-    needs: Sequence[str],
-    absent: str = "",
-    flags: dict[str, Any] | None = None,
-) -> Iterator[Problem]:
-    """The problem that the contract makes of inputs of these sizes; none if it turns them down."""
-    dims = Fields({name: width if kind is DimKind.EXACT else rows for name, kind in op.dims.items()})
-    dtypes = Fields({i.name: "none" if i.name == absent else dtype for i in op.inputs})
-    options = {o.name: o.default for o in op.options} | (flags or {})
-    try:
-        inputs = op.example(Problem(op.name, scheme, phase, dims, dtypes, Fields(options)), "cpu", 0, "random")
-        op.validate(inputs, options)
-        described = op.describe(inputs, options)
-    except (RegistryError, ValueError, RuntimeError, IndexError):
-        return
-    if described.dims != dims or any(described.flags.get(n, v) != v for n, v in (flags or {}).items()):
-        return
-    named = {} if phase == FORWARD else {"needs": ",".join(n for n in op.differentiable if n in needs and n != absent)}
-    if phase == FORWARD or named["needs"]:
-        yield Problem(op.name, scheme, phase, dims, described.dtypes, described.flags.having(**named))
-
-
 def _catalog(given: Any) -> Catalog:  # noqa: ANN401
     if given is None:
         from liger_registry.runtime import registry
@@ -262,6 +208,9 @@ class _Suite:
                 f"{name}-rank-{len(leading) + 1}",
                 lambda x=leading, p=problem: self.rank(p, x),  # type: ignore[misc]
             )
+        yield ConformanceCase(f"{name}-few-units", lambda p=problem: self.few_units(p))  # type: ignore[misc]
+        if self.device.vendor != "interpreter":  # there so many rows take minutes
+            yield ConformanceCase(f"{name}-rows-{TALLEST}", lambda p=problem: self.tall(p))  # type: ignore[misc]
 
     # -- what is asked ---------------------------------------------------------------------------------------------
 
@@ -318,9 +267,50 @@ class _Suite:
         return faults
 
     def layout(self, problem: Problem, layout: str) -> list[str]:
-        """Inputs that are misaligned or not contiguous, and gradients; only gradients come repeated."""
+        """Inputs that are misaligned or not contiguous, and gradients; of inputs only vectors come repeated."""
         inputs = "guarded" if layout in ("rows", "scalar") else layout
         return self.one(problem, (inputs, layout), None, layout)
+
+    def few_units(self, problem: Problem) -> list[str]:
+        """Rows enough for two rounds and a tail of a persistent grid, on a device of few units."""
+        from liger_registry.tuning.cases import CaseCache
+        from liger_registry.tuning.verify import verify, walk_for
+
+        problem, cache, faults = self.taller(problem, TALL), CaseCache(), []
+        for config in self.chosen(problem):
+            walk = walk_for(self.op, self.item, config, problem, self.device, [{}])
+            faults += self.caught(
+                config,
+                lambda c=config, x=walk: (
+                    verify(  # type: ignore[misc]
+                        self.op, self.item, c, problem, self.device, self.torch_device, proxies=(), walk=x, cache=cache
+                    ).verdicts
+                ),
+            )
+        return faults
+
+    def tall(self, problem: Problem) -> list[str]:
+        """Many rows, each of which is compared."""
+        import torch
+
+        from liger_registry.tuning.arguments import Arguments
+        from liger_registry.tuning.whole import References, verify_whole
+
+        problem, references, faults = self.taller(problem, TALLEST), References(), []
+        arguments = Arguments.of(self.op, problem, torch.device(self.torch_device))
+        for config in self.chosen(problem):
+            faults += self.caught(
+                config,
+                lambda c=config: (
+                    verify_whole(  # type: ignore[misc]
+                        self.op, self.item, c, problem, self.device, arguments, references
+                    ).verdicts
+                ),
+            )
+        return faults
+
+    def taller(self, problem: Problem, rows: int) -> Problem:
+        return problem.having(**{n: rows for n, kind in self.op.dims.items() if kind is DimKind.BUCKET})
 
     def rank(self, problem: Problem, leading: tuple[int, ...]) -> list[str]:
         """Inputs of more dimensions, where the contract takes them."""

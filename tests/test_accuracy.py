@@ -84,6 +84,29 @@ def test_what_is_no_number_is_found(dtype, value):
     assert "1 of 32768 elements" in str(verdict)
 
 
+def test_a_result_may_be_a_tenth_worse_than_the_formula():
+    """Where the formula itself is far off, as in a cast to half the bits, its error is the yardstick."""
+    right = torch.randn(64, 64, dtype=torch.float64)
+    noise = torch.randn(64, 64, dtype=torch.float64).clamp(-1, 1) * 1e-3
+    for kind in (noise, noise * (noise.abs() > 9.9e-4)):  # all elements, and the few that are worst
+        formula = (right + kind).float()
+        for factor, passes in ((1.0, True), (1.05, True), (1.15, False), (1.5, False)):
+            assert judge("y", (right + factor * kind).float(), right, formula, right.abs()).passed is passes, factor
+
+
+def test_a_worst_element_may_be_a_tenth_worse_than_the_formulas():
+    right = torch.ones(4096, dtype=torch.float64)
+    formula, result = right.clone(), right.clone()
+    formula[7] += 1e-3
+    for factor, passes in ((1.05, True), (1.15, False), (1.5, False)):
+        result[7] = 1 + factor * 1e-3
+        # The other elements make up the norm, so that one alone cannot fail by it.
+        formula[8:], result[8:] = 1 + 9e-4, 1 + 8e-4
+        verdict = judge("y", result.float(), right, formula.float(), right)
+        assert verdict.error < verdict.error_limit
+        assert verdict.passed is passes, factor
+
+
 def test_shape_and_dtype():
     right, formula, size = elementwise(torch.bfloat16)
     assert "shape (64, 511), not (64, 512)" in str(judge("y", formula[:, 1:], right, formula, size))

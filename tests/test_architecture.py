@@ -194,13 +194,35 @@ def test_sizes_by_layer_count_by_their_largest() -> None:
     assert read(num_key_value_heads=[1, 4, 2]).kv_heads == 4
 
 
-@pytest.mark.parametrize("missing", ["hidden_size", "vocab_size"])
-@pytest.mark.parametrize("value", [None, 0, -1, True, "4096", 1.5, [], {}, 1 << 60])
+@pytest.mark.parametrize(
+    ("missing", "value"),
+    [
+        *(("hidden_size", value) for value in (None, 0, -1, True, "4096", 1.5, [], {}, 1 << 60)),
+        *(("vocab_size", value) for value in (-1, True, "4096", 1.5, [], {}, 1 << 60)),
+    ],
+)
 def test_too_little_says_which_key_and_the_way_out(missing: str, value: object) -> None:
     with pytest.raises(ModelConfigError) as caught:
         read(**{missing: value})
     assert missing in caught.value.what
     assert "use_diff=False" in caught.value.fix
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"model_type": "unheard-of"})
+    with pytest.raises(ModelConfigError, match="hidden_size") as caught:
+        Architecture.from_config(path)
+    assert str(path) in caught.value.what
+
+
+def test_only_the_hidden_size_is_needed() -> None:
+    found = Architecture.from_config({"model_type": "unheard-of", "hidden_size": 64, "rms_norm_eps": 1e-6})
+    assert (found.hidden, found.vocab, found.norm) == (64, 0, "rms_norm")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan")])
+def test_a_number_that_no_float_holds_is_passed_over(value: float) -> None:
+    assert read(final_logit_softcapping=value).softcap == 0.0
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '"text"', "[" * 100_000, "\x00\xff"])

@@ -15,6 +15,7 @@ from liger_registry.errors import (
     UnknownImplementationError,
     UnknownOpError,
 )
+from liger_registry.plugins import PluginRecord
 from liger_registry.problem import BACKWARD, FORWARD
 
 
@@ -162,3 +163,27 @@ def test_find():
 def test_vendors_that_nobody_has_are_refused():
     with pytest.raises(RegistrationError, match="unknown vendor 'nvidia'"):
         fakes.catalog(fakes.implementation("mine", capability=Capability("nvidia")))
+
+
+def test_errors_name_the_plugins_that_failed():
+    catalog = fakes.catalog()
+    for name in ("p", "affine"):
+        with pytest.raises(UnknownImplementationError) as caught:
+            catalog.find("affine", "default", FORWARD, name)
+        assert caught.value.why == ""
+    catalog.failed = (
+        PluginRecord("kernels", "group", "p-dist", "1.2", "p:register", "failed", "ValueError: two\n  lines"),
+        PluginRecord("more", "group", "q-dist", "3.4", "q:register", "disabled", "no API"),
+    )
+    text = (
+        "plugin kernels of p-dist 1.2 is failed: ValueError: two lines; plugin more of q-dist 3.4 is disabled: no API"
+    )
+    with pytest.raises(UnknownImplementationError) as caught:
+        catalog.find("affine", "default", FORWARD, "p")
+    assert caught.value.why == text
+    with pytest.raises(UnknownImplementationError) as caught:
+        catalog.find("affine", "default", FORWARD, "tiled")
+    assert caught.value.why == "name the vendor too"
+    with pytest.raises(UnknownOpError) as unknown:
+        catalog.op("theirs")
+    assert unknown.value.why == text

@@ -347,6 +347,24 @@ class TestSafeParts:
             dataclasses.replace(Device.parse("h200"), **change)
 
 
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [
+        ("h200", "cuda-events-1"),
+        ("mi300x", "cuda-events-1"),
+        ("cpu", "cpu-clock-1"),
+        ("interpreter", "cpu-clock-1"),
+        ("interpreter:rocm", "cpu-clock-1"),
+    ],
+)
+def test_protocol(name: str, protocol: str) -> None:
+    from liger_registry.tuning.measure import protocol_of
+
+    device = Device.parse(name)
+    assert device.protocol == protocol
+    assert protocol == protocol_of("cuda" if device.vendor in ("cuda", "rocm") else "cpu")
+
+
 class TestCpu:
     def test_this_machine(self) -> None:
         found = Device.parse("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import fakes
@@ -96,7 +97,7 @@ def test_text_and_json(tmp_path):
     text = str(found)
     assert PROBLEM.text in text
     assert "-> cuda:tiled(block=64) source=exact, user" in text
-    assert "5.0 us" in text
+    assert "5 us" in text
     (data,) = json.loads(json.dumps(found.to_json()))
     assert data["decision"] == {
         "implementation": "cuda:tiled",
@@ -113,4 +114,54 @@ def test_pins_are_explained(tmp_path):
     dispatcher, _ = measured(tmp_path)
     found = explain(dispatcher, PROBLEM, H200, Terms((("affine", "plain", Config()),)))
     assert table(found)["any:plain", ""] == ("chosen", "pinned")
-    assert table(found)["cuda:tiled", "block=64"][0] == "slower"
+    assert table(found)["cuda:tiled", "block=64"][0] == "passed over"
+
+
+def planted(*arguments):
+    raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "reason"),
+    [
+        ({"heuristic": planted}, "", "its heuristic raised ZeroDivisionError: planted"),
+        ({"heuristic": lambda p, d: None}, "", "its heuristic gave None, which is no Config"),
+        ({"heuristic": lambda p, d: {"block": 32}}, "", "its heuristic gave {'block': 32}, which is no Config"),
+        ({"space": fakes.SPACE.where(planted)}, "block=32", "its space raised ZeroDivisionError: planted"),
+        ({"extra_bytes": planted}, "block=32", "its extra_bytes raised ZeroDivisionError: planted"),
+    ],
+)
+def test_a_plugin_whose_own_functions_fail_is_rejected_with_the_reason(tmp_path, fields, config, reason):
+    plugin = dataclasses.replace(fakes.tiled(vendor="any"), name="bad", **fields)
+    dispatcher, _ = fakes.dispatcher(tmp_path, plugin)
+    found = explain(dispatcher, PROBLEM, H200, Terms(budget=10**6))
+    assert table(found)["any:bad", config] == ("rejected", reason)
+    assert found.decision.implementation.own
+
+
+def test_samples_of_another_protocol_explain_nothing(tmp_path):
+    dispatcher, stores = fakes.dispatcher(tmp_path)
+    other = dataclasses.replace(fakes.sample(PROBLEM, block=64, time_us=5.0), protocol="cpu-clock-1")
+    far = dataclasses.replace(fakes.stored(fakes.problem(rows=2048)), protocol="cpu-clock-1")
+    stores[USER].record(H200, "affine", [far], [other])
+    assert {c.time_us for c in explain(dispatcher, PROBLEM, H200).candidates} == {None}
+
+
+def test_the_nearest_problem_that_has_samples_stands_in(tmp_path):
+    dispatcher, stores = fakes.dispatcher(tmp_path)
+    near, far = fakes.problem(rows=2048), fakes.problem(rows=8192)
+    stores[USER].record(H200, "affine", [fakes.stored(p) for p in (near, far)], [fakes.sample(far, time_us=5.0)])
+    assert 5.0 in {c.time_us for c in explain(dispatcher, PROBLEM, H200).candidates}
+
+
+def test_a_faster_candidate_that_was_not_chosen_says_why(tmp_path):
+    dispatcher, stores = fakes.dispatcher(tmp_path)
+    samples = [fakes.sample(PROBLEM, block=64, time_us=5.0), fakes.sample(PROBLEM, block=32, time_us=4.95)]
+    samples.append(fakes.sample(PROBLEM, block=128, time_us=10.0))
+    stores[USER].record(H200, "affine", [fakes.stored(PROBLEM, block=64, time_us=5.0)], samples)
+    found = explain(dispatcher, PROBLEM, H200)
+    assert table(found)["cuda:tiled", "block=32"] == (
+        "not proven",
+        "1.0% faster, no more than the noise: the choice stays",
+    )
+    assert table(found)["cuda:tiled", "block=128"] == ("slower", "2.00 x the chosen one's time")

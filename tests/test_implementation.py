@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 import textwrap
 
@@ -111,6 +113,40 @@ def test_threads_are_held_against_the_device():
     )
 
 
+def planted(*arguments):
+    raise ZeroDivisionError("planted\nin two lines")
+
+
+def test_what_a_plugins_functions_raise_is_a_reason():
+    plugin = fakes.tiled(heuristic=planted, space=fakes.SPACE.where(lambda c, p, d: c.block < 128 or planted(), "no"))
+    text = "raised ZeroDivisionError: planted in two lines"
+    assert plugin.propose(PROBLEM, fakes.H200) == f"its heuristic {text}"
+    assert plugin.why_illegal(Config(block=64), PROBLEM, fakes.H200) is None
+    assert plugin.why_illegal(Config(block=128), PROBLEM, fakes.H200) == f"its space {text}"
+    # What raises is no reason to say that there is no such config.
+    assert [c.block for c in plugin.configs(PROBLEM, fakes.H200)] == [32, 64, 128]
+    hungry = fakes.tiled(extra_bytes=planted)
+    assert hungry.why_illegal(Config(block=64), PROBLEM, fakes.H200) is None
+    assert hungry.why_illegal(Config(block=64), PROBLEM, fakes.H200, budget=1) == f"its extra_bytes {text}"
+    own = plugin.from_distribution(OWN_DISTRIBUTION)
+    with pytest.raises(ZeroDivisionError):
+        own.propose(PROBLEM, fakes.H200)
+    with pytest.raises(ZeroDivisionError):
+        own.why_illegal(Config(block=128), PROBLEM, fakes.H200)
+    with pytest.raises(ZeroDivisionError):
+        list(own.configs(PROBLEM, fakes.H200))
+    with pytest.raises(ZeroDivisionError):
+        hungry.from_distribution(OWN_DISTRIBUTION).why_illegal(Config(block=64), PROBLEM, fakes.H200, budget=1)
+
+
+def test_the_configs_are_those_of_the_space():
+    tiled = fakes.tiled()
+    for problem in (PROBLEM, fakes.problem(hidden=64), fakes.problem(hidden=1)):
+        assert list(tiled.configs(problem, fakes.H200)) == list(tiled.space.configs(problem, fakes.H200))
+    assert list(fakes.implementation("plain").configs(PROBLEM, fakes.H200)) == [Config()]
+    assert tiled.propose(PROBLEM, fakes.H200) == Config(block=32)
+
+
 def test_identity():
     tiled = fakes.tiled(BACKWARD, "rocm")
     assert tiled.id == "rocm:tiled"
@@ -146,6 +182,7 @@ def test_bind_fills_in_all_but_the_tensors(package):
         ("x = 1", "broken:run", "AttributeError"),
         ("x = 1", "elsewhere:run", "No module named 'elsewhere'"),
         ("run = 3", "broken:run", "3"),
+        ("raise SystemExit('no licence')", "broken:run", "SystemExit: no licence"),
     ],
 )
 def test_launch_functions_that_cannot_be_imported(package, text, named, why):
@@ -157,6 +194,8 @@ def test_launch_functions_that_cannot_be_imported(package, text, named, why):
     assert named in caught.value.what
     assert why in caught.value.why
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert broken.why_not_importable() == f"{caught.value.what}: {caught.value.why}"
+    assert fakes.implementation("fine").why_not_importable() is None
 
 
 @pytest.mark.parametrize(
@@ -223,3 +262,75 @@ def test_functions_without_a_source_differ_by_their_code():
         exec(f"def run(x): return {body}", space)
     one, two, three = (source_hash(space["run"]) for space in spaces)
     assert one == three != two
+
+
+@pytest.mark.parametrize(
+    ("kernel", "helper", "followed"),
+    [
+        ("from hashed.other import helper", "hashed__other/helper", True),
+        ("from ..other.helper import x", "hashed__other/helper", True),
+        ("from ..other import helper", "hashed__other/helper", True),
+        ("import hashed.other.helper", "hashed__other/helper", True),
+        ("from hashed import other", "hashed__other/__init__", True),
+        ("from hashed import CONSTANT", "hashed____init__", True),
+        ("from .. import CONSTANT", "hashed____init__", True),
+        ("from hashed.other import CONSTANT", "hashed__other/__init__", True),
+        ("from hashed.other import *", "hashed__other/__init__", True),
+        ("from hashed.other import helper", "hashed__other/__init__", False),
+        ("from hashed import other", "hashed____init__", False),
+        ("from hashed.other import helper", "hashed__other/unused", False),
+        ("import elsewhere", "elsewhere", False),
+        ("import hashedness", "hashedness", False),
+    ],
+)
+def test_the_source_hash_follows_imports_below_the_top_level_package(package, kernel, helper, followed):
+    before = set(sys.modules)
+    package(**{
+        "hashed____init__": "", "hashed__part/__init__": "", "hashed__other/__init__": "", "hashed__other/helper": "",
+        "hashed__other/unused": "", "elsewhere": "", "hashedness": "", "hashed__part/kernels": kernel,
+    })  # fmt: skip
+    first = source_hash("hashed.part.kernels:run")
+    package(**{helper: "raise RuntimeError('imported')"})
+    assert (source_hash("hashed.part.kernels:run") != first) is followed
+    assert not {m for m in set(sys.modules) - before if m.startswith("hashed")}, "files are read, not imported"
+
+
+def test_a_package_that_is_the_launch_module_and_a_flat_module(package):
+    package(hashed____init__="from . import helper", hashed__helper="", flat="import flatter", flatter="")
+    firsts = source_hash("hashed:run"), source_hash("flat:run")
+    package(hashed__helper="x = 1", flatter="x = 1")
+    assert source_hash("hashed:run") != firsts[0]
+    assert source_hash("flat:run") == firsts[1]
+
+
+def test_of_this_package_only_kernels_and_portable_implementations_are_followed(monkeypatch):
+    from liger_registry import sources
+
+    read = []
+    real = sources._imports
+    monkeypatch.setattr(sources, "_imports", lambda text, package: read.append(package) or real(text, package))
+    source_hash.cache_clear()
+    for module in ("kernels.rms_norm_split", "portable.rms_norm"):
+        source_hash(f"liger_registry.{module}:run")
+    source_hash.cache_clear()
+    assert len(read) >= 3
+    assert set(read) == {"liger_registry.kernels", "liger_registry.portable"}
+
+
+NESTED = """
+from liger_registry.sources import source_hash
+space = {"__name__": "__nowhere__"}
+exec("def run(x):\\n def inner(y):\\n  return y in {'a', 'b', 'c', 'd'} or (lambda: %s)\\n return inner(x)", space)
+print(source_hash(space["run"]))
+"""
+
+
+def test_functions_without_a_source_have_one_hash_in_every_process():
+    def run(seed, value):
+        command = [sys.executable, "-c", NESTED % value]
+        return subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+
+    assert len({run(seed, "1") for seed in ("1", "2", "3")}) == 1
+    assert run("1", "1") != run("1", "2")

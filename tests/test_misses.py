@@ -121,3 +121,38 @@ def test_a_directory_or_a_link_in_its_place(tmp_path):
             warnings.simplefilter("always")
             MissLog(tmp_path / name).add("a/b/c", fakes.problem())
     assert tmp_path.joinpath("victim").read_text() == "text"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_its_place_keeps_nobody_waiting(tmp_path):
+    path = tmp_path / "misses.jsonl"
+    os.mkfifo(path)
+    log = MissLog(path)
+    assert log.all() == []
+    with pytest.warns(TableWarning, match="misses cannot be recorded"):
+        log.add("a/b/c", fakes.problem(rows=1))
+    log.add("a/b/c", fakes.problem(rows=2))
+    assert len(log.all()) == 2
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_somebody_reads_is_no_log_either(tmp_path):
+    path = tmp_path / "misses.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.warns(TableWarning, match="no regular file"):
+            MissLog(path).add("a/b/c", fakes.problem(rows=1))
+        assert os.read(reader, 100) == b""
+    finally:
+        os.close(reader)
+
+
+def test_what_cannot_be_cleared_is_one_warning(tmp_path):
+    path = tmp_path / "misses.jsonl"
+    path.mkdir()
+    log = MissLog(path)
+    with pytest.warns(TableWarning, match="misses cannot be cleared"):
+        log.clear()
+    log.clear()  # a second warning would be an error
+    assert log.all() == []

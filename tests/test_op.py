@@ -148,6 +148,79 @@ def test_a_contract_knows_its_problems():
         assert not OP.has(other)
 
 
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("dtypes", {"x": "bfloat16"}),
+        ("dtypes", {"x": "bfloat16", "w": "bfloat16", "z": "bfloat16"}),
+        ("dtypes", {"x": "bfloat16", "v": "bfloat16"}),
+        ("dtypes", {"x": "none", "w": "bfloat16"}),
+        ("dtypes", {"x": "bf16", "w": "bfloat16"}),
+        ("dtypes", {"x": "half", "w": "bfloat16"}),
+        ("dtypes", {"x": "nn", "w": "bfloat16"}),
+        ("dtypes", {"x": "", "w": "bfloat16"}),
+        ("dtypes", {"x": "__name__", "w": "none"}),
+        ("dims", {"rows": 1000, "hidden": 256}),
+        ("dims", {"rows": 1 << 62, "hidden": (1 << 62) + 1}),
+        ("dims", {"rows": True, "hidden": 256}),
+        ("flags", {}),
+        ("flags", {"style": "odd"}),
+        ("flags", {"style": 1}),
+        ("flags", {"style": None}),
+        ("flags", {"style": "plain", "exact": False}),
+        ("flags", {"style": "plain", "casting": "llama"}),
+        ("flags", {"style": "plain", "needs": "x"}),
+        ("flags", {"style": "plain", "budget": 1024}),
+    ],
+    ids=str,
+)
+def test_what_no_call_can_be(part, fields):
+    assert not OP.has(replace(fakes.problem(), **{part: Fields(fields)}))
+
+
+@pytest.mark.parametrize("needs", ["y", "w,x", "x,w,", "x,x", None, 1])
+def test_needs_that_no_backward_has(needs):
+    assert not OP.has(fakes.problem(phase=BACKWARD, needs=needs))
+    assert all(OP.has(fakes.problem(phase=BACKWARD, needs=right)) for right in ("x", "w", "x,w"))
+
+
+def test_a_backward_names_what_it_needs():
+    wanted = fakes.problem(phase=BACKWARD)
+    assert not OP.has(replace(wanted, flags=wanted.flags.without("needs")))
+
+
+@pytest.mark.parametrize("dtypes", [{"x": "float64", "w": "none"}, {"x": "float16", "w": "float32"}])
+def test_what_a_call_can_be(dtypes):
+    wanted = fakes.problem()
+    assert OP.has(replace(wanted, dtypes=Fields(dtypes), flags=wanted.flags.having(style="fancy")))
+
+
+def test_the_budget_is_in_the_key_where_the_contract_declares_one():
+    op = fakes.make_op(budget=lambda problem: 5000)
+    assert not op.has(fakes.problem())
+    assert op.has(fakes.problem(budget=4096))
+    for wrong in (5000, 0, -4096, True, "4096", 4096.0, None):
+        assert not op.has(fakes.problem(budget=wrong)), wrong
+
+
+@pytest.mark.parametrize("part", ["example", "describe", "validate", "budget"])
+def test_whatever_a_contracts_functions_raise_is_no(part):
+    def broken(*arguments):
+        raise RuntimeError("planted")
+
+    assert not fakes.make_op(**{part: broken}).has(fakes.problem())
+
+
+def test_every_problem_of_every_model_is_one():
+    from liger_registry import registry
+    from liger_registry.architecture import PRESETS
+    from liger_registry.cli._problems import model_problems
+
+    found = model_problems(registry.catalog, list(PRESETS.values()), [512], dtypes=["bfloat16", "float32"])
+    assert found
+    assert [p.text for p in found if not registry.op(p.op).has(p)] == []
+
+
 def test_schemes_by_name():
     assert OP.scheme("default") is OP.schemes[0]
     with pytest.raises(LookupError, match="no scheme 'other'"):

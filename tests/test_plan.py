@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from liger_registry import Config, Plan
 from liger_registry.errors import PlanError
-from liger_registry.plan import Exchange, agree
+from liger_registry.plan import Exchange, Part, agree
 from liger_registry.table import Choice
 
 ENTRIES = st.dictionaries(
@@ -156,7 +156,12 @@ def job(fingerprint, rows, block=1, **replaced):
         "validate": lambda plan: None,
         **replaced,
     }
-    return lambda exchange: agree(exchange, fingerprint, *given_parts.values())
+
+    def prepare():
+        given_parts.pop("fails", lambda: None)()
+        return Part(fingerprint, **given_parts)
+
+    return lambda exchange: agree(exchange, prepare)
 
 
 def test_ranks_with_different_problems_agree():
@@ -190,6 +195,7 @@ def fails(*_):
 @pytest.mark.parametrize(
     ("part", "text"),
     [
+        ("fails", "could not say what it needs"),
         ("problems", "could not say what it needs"),
         ("resolve", "could not decide"),
         ("validate", "cannot carry the plan out"),
@@ -247,17 +253,56 @@ SCRIPT = """
 """
 
 
+BROKEN = """
+    import json, os, sys, warnings
+    from datetime import timedelta
+    from pathlib import Path
+    import torch.distributed as dist
+    import liger_registry.assembly as assembly
+    from liger_registry import Registry
+    from liger_registry.errors import PlanError
+
+    rank, results = int(os.environ["RANK"]), {}
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    os.environ["LIGER_TUNE_CACHE_DIR"] = str(Path(sys.argv[1]) / str(rank))
+
+    def fails(*arguments):
+        raise ImportError("planted")
+
+    load = assembly.load_kernels
+    for case, name, value in (
+        ("mode", "LIGER_TUNE_MODE", "sometimes"),
+        ("pin", "LIGER_PIN", "rms_nrom=eager"),
+        ("plugins", "", ""),
+        ("nothing", "", ""),
+    ):
+        if rank == 1 and name:
+            os.environ[name] = value
+        if rank == 1 and case == "plugins":
+            assembly.load_kernels = fails
+        try:
+            registry = Registry()
+            results[case] = registry.freeze().digest
+        except PlanError as error:
+            results[case] = error.what + ": " + error.why
+        os.environ.pop(name or "LIGER_PIN", None)
+        assembly.load_kernels = load
+    print(json.dumps(results))
+    dist.destroy_process_group()
+"""
+
+
 def free_port():
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return place.getsockname()[1]
 
 
-def run_ranks(root):
+def run_ranks(root, script=SCRIPT, timeout=120):
     port = free_port()
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(root)],
+            [sys.executable, "-c", textwrap.dedent(script), str(root)],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -272,7 +317,7 @@ def run_ranks(root):
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in started]
+        outputs = [process.communicate(timeout=timeout) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -321,3 +366,14 @@ def test_two_processes_over_gloo(tmp_path):
         assert one[case]["sources"] == ["plan"]
         assert len(one[case]["digest"]) == 64
     assert "rank 1 could not say what it needs" in one["broken"]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_a_rank_that_fails_before_the_first_exchange_keeps_no_other_waiting(tmp_path):
+    one, two = run_ranks(tmp_path, BROKEN, timeout=60)
+    assert one == two
+    for case, text in {"mode": "LIGER_TUNE_MODE", "pin": "rms_nrom", "plugins": "planted"}.items():
+        assert one[case].startswith("rank 1 could not say what it needs")
+        assert text in one[case]
+    assert len(one["nothing"]) == 64

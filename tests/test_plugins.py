@@ -242,6 +242,44 @@ def test_a_plugin_that_uses_the_public_registry_while_it_loads(installed, tmp_pa
     assert names(registry.catalog) == ["mine"]
 
 
+def test_asking_for_what_a_failed_plugin_has_names_the_plugin(installed, tmp_path):
+    installed(half_way, "Some.Half", "some_half")
+    installed(register_op, OWN_DISTRIBUTION, "own_ops", name="ops")
+    registry = Registry(Settings(cache_dir=tmp_path))
+    with pytest.warns(PluginWarning):
+        assert [r.distribution for r in registry.catalog.failed] == ["some-half"]
+    for ask in (
+        lambda: registry.get("affine", implementation="half"),
+        lambda: registry.get("affine", implementation={"backward": "half"}),
+        lambda: registry.use("affine", "half").__enter__(),
+        lambda: registry.get("theirs"),
+    ):
+        with pytest.raises(LookupError) as caught:
+            ask()
+        assert "kernels of some-half 1.0 is failed: ValueError: planted" in caught.value.why
+
+
+def test_a_plugin_asked_for_by_name(installed, tmp_path):
+    installed(half_way, "Some.Half", "some_half", name="half")
+    installed(lambda staging: None, "a-good-one", "some_good", name="good")
+    installed(lambda staging: None, "mixed", "some_mixed", name="one")
+    installed(lambda staging: None, "mixed", "some_mixed_too", api=(9, 0), name="two")
+    installed(register_op, OWN_DISTRIBUTION, "own_ops", name="ops")
+    registry = Registry(Settings(cache_dir=tmp_path))
+    with pytest.warns(PluginWarning):
+        registry.plugins()
+    for name in ("a-good-one", "A_Good.One", "good"):
+        assert registry.plugin(name).value == "some_good:register"
+    assert registry.plugin("one").status == LOADED
+    for name, reason in {"Some.Half": "ValueError: planted", "half": "ValueError: planted", "mixed": "(9, 0)"}.items():
+        with pytest.raises(PluginError) as caught:
+            registry.plugin(name)
+        assert reason in caught.value.why
+    with pytest.raises(PluginError, match="no plugin is called 'gone'") as caught:
+        registry.plugin("gone")
+    assert {"some-half", "a-good-one", OWN_DISTRIBUTION} <= set(caught.value.candidates)
+
+
 # --- scanning ---------------------------------------------------------------------------------------------------------
 
 

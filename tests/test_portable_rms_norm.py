@@ -139,6 +139,53 @@ def test_no_rows(name):
     assert torch.equal(dweight, torch.zeros_like(w))
 
 
+@pytest.fixture
+def _fused_backward(monkeypatch):
+    """Torch's formula of the fused backward, whose kernel only GPUs have."""
+    from torch._decomp import decomposition_table
+
+    fused = decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]
+
+    def call(dy, x, shape, rstd, weight, wanted):
+        assert len({t.dtype for t in (dy, x, weight) if t is not None}) == 1, "the kernel takes one dtype"
+        return fused(dy, x, list(shape), rstd, weight, wanted)
+
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", call)
+
+
+@pytest.mark.skipif(not portable.FUSED, reason="this torch has no fused kernel")
+@pytest.mark.usefixtures("_fused_backward")
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fused_backward(dtype, casting):
+    for weight, offset in itertools.product([True, False], [0.0, 1.0]):
+        x, w = inputs((37, 48), DTYPES[dtype], weight=weight)
+        options = {"eps": 1e-6, "offset": offset, "casting": casting}
+        dy = gradient(x, w, casting)
+        check(portable.forward_eager, portable.backward_functional, x, w, dy, options)
+        _, rstd = portable.forward_eager(x, w, device=CPU, **options)
+        for needs in itertools.product([True, False], repeat=2):
+            found = portable.backward_functional(dy, x, w, rstd, device=CPU, needs=needs, **options)
+            assert tuple(g is not None for g in found) == (needs[0], needs[1] and weight)
+    empty = torch.empty(0, 48, dtype=DTYPES[dtype])
+    _, w = inputs((1, 48), DTYPES[dtype])
+    rstd = empty.new_empty(0, dtype=torch.promote_types(empty.dtype, torch.float32))
+    dx, dweight = portable.backward_functional(empty, empty, w, rstd, device=CPU, needs=(True, True), **options)
+    assert dx.shape == (0, 48)
+    assert torch.equal(dweight, torch.zeros_like(w))
+
+
+@pytest.mark.usefixtures("_fused_backward")
+def test_the_fused_backward_keeps_the_layout_of_x():
+    x = fill((16, 12), torch.bfloat16, "cpu", 0).t()
+    weight = fill((16,), torch.bfloat16, "cpu", 1) + 1
+    options = {"eps": 1e-6, "offset": 0.0, "casting": "llama"}
+    for view in (x, fill((2, 5, 3, 16), torch.bfloat16, "cpu", 0).transpose(1, 2)):
+        check(
+            portable.forward_eager, portable.backward_functional, view, weight, gradient(view, weight, "llama"), options
+        )
+
+
 def test_llama_and_none_differ_in_bits():
     x, w = inputs((64, 64), torch.bfloat16)
     options = {"device": CPU, "eps": 1e-6, "offset": 0.0}

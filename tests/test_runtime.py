@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import threading
@@ -12,7 +13,7 @@ import torch
 from fake_registry import W, X, build, calls, fake_tuner, problem, problem_of_norm, run
 
 import liger_registry
-from liger_registry import Config, Registry
+from liger_registry import Config, Registry, runtime
 from liger_registry.decision import USER
 from liger_registry.errors import (
     ConfigOutsideSpaceError,
@@ -85,6 +86,30 @@ def test_a_budget_is_a_number_of_bytes(make, budget):
         registry.get(registry.name, memory_budget=budget)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"implementation": "tiled", "config": {"block": [64]}}, ConfigOutsideSpaceError),
+        ({"implementation": "tiled", "config": {"block": {}}}, ConfigOutsideSpaceError),
+        ({"implementation": "tiled", "config": {1: 2, "block": 64}}, ConfigOutsideSpaceError),
+        ({"implementation": "tiled", "config": [("block", 64)]}, ConfigOutsideSpaceError),
+        ({"config": {"block": [64]}}, UnknownImplementationError),
+        ({"implementation": ["plain"]}, UnknownImplementationError),
+        ({"implementation": 7}, UnknownImplementationError),
+        ({"implementation": {"forward": ["plain"]}}, UnknownImplementationError),
+        ({"implementation": {1: "plain"}}, UnknownImplementationError),
+    ],
+)
+def test_what_cannot_be_hashed_or_is_no_name_is_an_error_of_the_catalogue(make, wrong, error):
+    registry = make()
+    with pytest.raises(error) as caught:
+        registry.get(registry.name, **wrong)
+    assert caught.value.fix
+    if "implementation" in wrong:
+        with pytest.raises(error), registry.use(registry.name, **wrong):
+            pass
+
+
 # --- pins -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +131,13 @@ def test_pins_by_argument_and_use(make):
     assert run(registry, X, W) == "plain"
 
 
+@contextlib.contextmanager
+def handle_of(root, pin):
+    """A handle under a pin of the environment's, whose use raises."""
+    with pytest.raises(UnknownImplementationError) as caught:
+        yield caught, Registry(Settings(cache_dir=root, pins=(pin,))).get("rms_norm")
+
+
 def test_the_environments_pins(tmp_path):
     settings = Settings(cache_dir=tmp_path, pins=(("rms_norm/forward", "eager"),))
     registry = Registry(settings)
@@ -113,6 +145,17 @@ def test_the_environments_pins(tmp_path):
     assert handle.explain(X, W)[0].decision.source == "pinned"
     with registry.use("rms_norm", "functional"):
         assert handle.explain(X, W)[0].decision.implementation.name == "functional"
+    with handle_of(tmp_path, ("rms_norm/forward", "nope")) as (caught, handle):
+        handle(X, W)
+    assert caught.value.what.startswith("LIGER_PIN=rms_norm/forward=nope: ")
+    assert "any:eager" in caught.value.candidates
+    assert "LIGER_PIN" in caught.value.fix
+    with handle_of(tmp_path, ("rms_norm", "nope")) as (caught, handle):
+        handle.explain(X, W)
+    assert caught.value.what.startswith("LIGER_PIN=rms_norm=nope: ")
+    # A pin of the caller's own is none of the environment's.
+    registry = Registry(Settings(cache_dir=tmp_path, pins=(("rms_norm", "nope"),)))
+    assert registry.get("rms_norm", implementation="eager")(X, W).shape == X.shape
     with pytest.raises(UnknownOpError, match="rms_nrom"):
         Registry(Settings(cache_dir=tmp_path, pins=(("rms_nrom", "eager"),))).get("rms_norm")
 
@@ -245,6 +288,42 @@ def test_a_decision_of_before_does_not_outlive_forget(make):
     assert registry._memo == {}
     registry.get(registry.name)(X, W)
     assert registry.get(registry.name)._memo == {}
+
+
+class Racing(dict):
+    """A dictionary that another thread changes while somebody looks for its first key."""
+
+    def __iter__(self):
+        if not getattr(self, "raced", False):
+            self.raced = True
+            raise RuntimeError("dictionary changed size during iteration")
+        return super().__iter__()
+
+
+def test_memos_are_bounded_and_survive_races(make, monkeypatch):
+    monkeypatch.setattr(runtime, "MEMO", 3)
+    registry = make()
+    registry._memo = Racing()
+    wanted = [problem(registry).having(rows=1 << n) for n in range(6)]
+    for one in wanted:
+        registry.decide(one, fakes.CPU)
+    assert [key[1] for key in dict.keys(registry._memo)] == wanted[3:]
+    registry.decide(wanted[-1], fakes.CPU)
+    assert len(registry._memo) == 3
+
+
+def test_the_problems_that_were_called_are_kept_apart_and_bounded(make, monkeypatch):
+    monkeypatch.setattr(runtime, "CALLED", 3)
+    registry = make()
+    for rows in (1, 2, 4, 8, 2):
+        registry.get(registry.name)(torch.ones(rows, 64), W)
+        registry.forget()
+    # In the order of their last calls; the oldest went.
+    assert [p.rows for p in registry._called(fakes.CPU)] == [4, 8, 2]
+    assert registry._called(fakes.H100) == []
+    registry.explain(problem(registry).having(rows=64), fakes.CPU)
+    registry.decide(problem(registry).having(rows=64), fakes.CPU)
+    assert len(registry._called(fakes.CPU)) == 3
 
 
 def test_deterministic_mode_is_part_of_the_memo(make):

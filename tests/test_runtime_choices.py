@@ -93,6 +93,28 @@ def test_mode_tune_goes_on_where_tuning_fails(make, monkeypatch):
     assert len(registry.misses.all()) == 1
 
 
+def test_a_miss_inside_a_call_waits_for_no_other_tuner(make, monkeypatch):
+    registry, asked = make(mode="tune"), []
+    fake_tuner(monkeypatch, lambda problems, **options: asked.append(options))
+    run(registry, X, W)
+    assert asked[0]["lock_timeout_s"] == 0
+
+
+def test_the_last_tier_says_that_it_is_over_the_budget(make):
+    hungry = {"extra_bytes": lambda problem, config: 100}
+    registry = make(memory_budget=10)
+    op = registry.name
+    frugal = fakes.catalog(op=fakes.make_op("hungry"), own=[fakes.implementation("plain", op="hungry", **hungry)])
+    registry = type(registry)(registry.settings, frugal)
+    (found,) = registry.get("hungry").explain(X, W)
+    assert found.decision.source == "reference"
+    assert "over the budget" in found.decision.detail
+    assert "over the budget" in str(found)
+    (found,) = registry.get("hungry", memory_budget=100).explain(X, W)
+    assert found.decision.source == "heuristic"
+    assert op != "hungry"
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +139,52 @@ def test_freeze_decides_what_was_called_and_what_tables_hold(make):
     registry.thaw()
     assert registry.plan is None
     assert registry.get(registry.name).explain(X, W)[0].decision.source == "near"
+
+
+def test_a_second_freeze_has_what_the_first_had(make):
+    registry = make()
+    run(registry, X, W)
+    first = registry.freeze()
+    assert len(first) == 1
+    assert registry.freeze() == first
+    registry.thaw()
+    assert registry.freeze() == first
+    registry.register(fakes.implementation("new", op=registry.name))
+    registry.forget()
+    assert registry.freeze() == first
+    run(registry, torch.ones(64, 32), torch.ones(32))
+    assert len(registry.freeze()) == 2
+
+
+@pytest.mark.parametrize("part", ["settings", "device", "dispatcher"])
+def test_whatever_fails_before_the_first_exchange_is_a_plan_error(make, monkeypatch, part):
+    registry = make()
+    run(registry, X, W)
+    registry.freeze()
+
+    def broken(self):
+        raise OSError("planted")
+
+    monkeypatch.setattr(type(registry), part, property(broken))
+    with pytest.raises(PlanError, match="rank 0 could not say") as caught:
+        registry.freeze()
+    assert "planted" in caught.value.why
+    monkeypatch.undo()
+    assert registry.plan is None  # as on the other ranks
+
+
+def test_kernels_that_cannot_be_loaded_are_a_plan_error(make, monkeypatch):
+    from liger_registry.tuning import preload
+
+    def broken(*arguments):
+        raise OSError("planted")
+
+    registry = make()
+    run(registry, X, W)
+    monkeypatch.setattr(preload, "preload", broken)
+    with pytest.raises(PlanError, match="cannot carry the plan out"):
+        registry.freeze(compile=True)
+    assert registry.plan is None
 
 
 def test_freeze_of_given_problems(make):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
-from liger_registry.errors import SettingError
+from liger_registry.errors import SettingError, TableWarning
 from liger_registry.settings import MODES, Settings, parse_bytes, parse_pins
 
 
@@ -23,7 +22,7 @@ def test_defaults():
     assert settings.table_dirs == ()
     assert settings.plugins is None
     assert settings.memory_budget is None
-    assert (settings.check, settings.interpret, settings.pins) == (False, False, ())
+    assert (settings.interpret, settings.pins) == (False, ())
 
 
 def test_the_process_environment_is_what_is_read(monkeypatch):
@@ -41,17 +40,25 @@ def test_an_empty_variable_is_an_unset_one():
         "LIGER_TUNE_MODE",
         "LIGER_TUNE_TABLES",
         "LIGER_MEMORY_BUDGET",
-        "LIGER_CHECK",
         "LIGER_INTERPRET",
         "LIGER_PIN",
     ]
     assert read(**dict.fromkeys(names, "")) == read()
 
 
-def test_directories():
-    settings = read(LIGER_TUNE_CACHE_DIR="~/x", LIGER_TUNE_TABLES=os.pathsep.join(["/a", "", "~/b"]))
-    assert settings.cache_dir == Path.home() / "x"
-    assert settings.table_dirs == (Path("/a"), Path.home() / "b")
+def test_directories(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tmp_path.joinpath("b").mkdir()
+    settings = read(LIGER_TUNE_CACHE_DIR="~/x", LIGER_TUNE_TABLES=os.pathsep.join([str(tmp_path), "", "~/b"]))
+    assert settings.cache_dir == tmp_path / "x"
+    assert settings.table_dirs == (tmp_path, tmp_path / "b")
+
+
+def test_a_directory_of_tables_that_is_not_there_is_a_warning(tmp_path):
+    with pytest.warns(TableWarning, match=r"LIGER_TUNE_TABLES names .*gone") as caught:
+        settings = read(LIGER_TUNE_TABLES=os.pathsep.join([str(tmp_path), str(tmp_path / "gone")]))
+    assert len(caught) == 1
+    assert len(settings.table_dirs) == 2
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,8 @@ def test_plugins(text, plugins):
         ("1T", 1 << 40),
         ("10B", 10),
         ("3gib", 3 << 30),
+        ("9007199254740993", 9007199254740993),
+        ("0.5", 0),
     ],
 )
 def test_sizes(text, count):
@@ -81,17 +90,26 @@ def test_sizes(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["-1", "1e9", "GiB", "1 PiB", "1,5G", "nan", "0x10", "1GiBs", "12 M 3", "1.", "\N{FULLWIDTH DIGIT ONE}"]
+    "text",
+    [
+        *("-1", "1e9", "GiB", "1 PiB", "1,5G", "nan", "inf", "0x10", "1GiBs", "12 M 3", "1."),
+        *("\N{FULLWIDTH DIGIT ONE}", "9" * 400, "9" * 5000, "1." + "9" * 5000, "9" * 18 + "T"),
+    ],
 )
 def test_what_is_no_size(text):
-    with pytest.raises(SettingError, match="no size"):
+    with pytest.raises(SettingError, match=r"LIGER_MEMORY_BUDGET.* no size") as caught:
         read(LIGER_MEMORY_BUDGET=text)
+    assert caught.value.fix
+    assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["LIGER_CHECK", "LIGER_INTERPRET"])
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("true", True), (" ON ", True), ("0", False), ("No", False)])
-def test_switches(name, text, on):
-    assert getattr(read(**{name: text}), name[6:].lower()) is on
+def test_switches(text, on):
+    assert read(LIGER_INTERPRET=text).interpret is on
+
+
+def test_there_is_no_variable_that_nothing_reads():
+    assert not hasattr(Settings(), "check")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +117,6 @@ def test_switches(name, text, on):
     [
         ("LIGER_TUNE_MODE", "fast"),
         ("LIGER_TUNE_MODE", "STRICT"),
-        ("LIGER_CHECK", "2"),
         ("LIGER_INTERPRET", "perhaps"),
         ("LIGER_PIN", "rms_norm"),
         ("LIGER_PIN", "=eager"),

@@ -564,6 +564,22 @@ def test_a_lock_that_is_not_given_back(path: Path):
     assert rows(read_file(path)) == [1, 2]
 
 
+def test_once_a_write_failed_later_ones_do_not_wait_long(path: Path, monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+    real = store._locked
+    monkeypatch.setattr(store, "_locked", lambda place, timeout_s: waits.append(timeout_s) or real(place, timeout_s))
+    user = TableStore(path.parents[4], lock_timeout_s=7.0)
+    with monkeypatch.context() as patched, noted() as caught:
+        patched.setattr(os, "replace", failing(os.replace, errno.EIO))
+        for n in range(1, 4):
+            user.record(DEVICE, OP, [stored(n)])
+    assert len(caught) == 1
+    user.record(DEVICE, OP, [stored(4)])
+    user.record(DEVICE, OP, [stored(5)])
+    assert waits == [7.0, 1.0, 1.0, 1.0, 7.0]
+    assert rows(read_file(path)) == [1, 2, 3, 4, 5]
+
+
 def test_warnings_that_are_errors_lose_nothing(path: Path):
     path.write_text("bad")
     user = TableStore(path.parents[4])
@@ -618,6 +634,36 @@ def test_a_readonly_path_that_others_can_write_to_is_refused(path: Path, depth: 
     assert rows(TableStore(root).load(DEVICE, OP)) == [1]
     places[depth].chmod(places[depth].stat().st_mode & ~mode)
     assert rows(reader.load(DEVICE, OP)) == [1]
+
+
+@needs_posix
+def test_a_readonly_path_of_another_user_or_in_a_directory_of_all_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root, real = path.parents[4], os.stat
+    path.write_text(text(stored(1)))
+    path.chmod(0o644)
+    for place in (root, root.parent, *path.parents[:4]):
+        place.chmod(0o755)
+
+    def foreign(place, *rest, **kwargs):
+        status = real(place, *rest, **kwargs)
+        is_root = os.path.realpath(place) == str(root)
+        return os.stat_result([54321 if is_root and n == 4 else value for n, value in enumerate(status)])
+
+    with monkeypatch.context() as patched, noted() as caught:
+        patched.setattr(os, "stat", foreign)
+        assert not TableStore(root, readonly=True).load(DEVICE, OP)
+        assert rows(TableStore(root, readonly=True, trusted=True).load(DEVICE, OP)) == [1]
+        assert rows(TableStore(root).load(DEVICE, OP)) == [1]
+    assert len(caught) == 1
+    assert "user 54321 can write to" in caught[0]
+    root.parent.chmod(0o777)
+    with noted() as caught:
+        assert not TableStore(root, readonly=True).load(DEVICE, OP)
+    assert len(caught) == 1
+    root.parent.chmod(0o1777)
+    assert rows(TableStore(root, readonly=True).load(DEVICE, OP)) == [1]
 
 
 # -- single files ----------------------------------------------------------------------------------------------------

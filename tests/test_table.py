@@ -396,6 +396,30 @@ def test_near_sums_over_several_dims():
 
 
 @pytest.mark.parametrize(
+    ("there", "answer"),
+    [
+        # Both at a distance of 4, and the first in the dims' order has the larger keys.
+        ([problem(128, keys=2048), problem(16384, keys=1024)], 1),
+        # Of one distance and size; something has to decide.
+        ([problem(2048, keys=512), problem(512, keys=2048)], 1),
+    ],
+)
+def test_ties_go_to_the_larger_problem(there, answer):
+    for order in (there, there[::-1]):
+        found = table(map(stored, order)).near(problem(1024, keys=1024), ["rows", "keys"])
+        assert found.problem == there[answer]
+
+
+def test_nearest_is_all_of_them_in_order():
+    entries = [stored(problem(rows)) for rows in (64, 512, 1024, 2048, 65536)]
+    found = table([*entries, stored(problem(1024, hidden=1))])
+    assert [s.problem.rows for s in found.nearest(problem(), ["rows"])] == [1024, 2048, 512, 64, 65536]
+    assert found.near(problem(), ["rows"]) == found.nearest(problem(), ["rows"])[0]
+    assert found.nearest(problem(), ["rows"], "cpu-clock-1") == []
+    assert found.near(problem(hidden=2), ["rows"]) is None
+
+
+@pytest.mark.parametrize(
     "other",
     [
         problem(2048, hidden=4097),
@@ -490,6 +514,33 @@ def test_too_many_samples_of_one_implementation_lose_failed_and_slow_ones():
     found = found.merged(samples=faster)
     times = sorted(s.time_us for s in found.samples_of(problem()) if s.choice.implementation != "any:eager")
     assert times == [0.5] * 10 + [float(n) for n in range(1, MAX_SAMPLES - 9)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_veto_outlives_every_other_sample(early):
+    old = replace(PROVENANCE, date="2020-01-01T00:00:00Z")
+    wrong = [sample(block_rows=5000 + n, status="wrong", time_us=None, provenance=old) for n in range(2)]
+    good = [sample(block_rows=n, time_us=float(n)) for n in range(1, MAX_SAMPLES + 10)]
+    failed = [sample(block_rows=9000 + n, status="crash", time_us=None) for n in range(MAX_SAMPLES)]
+    found = table(samples=[*wrong, *good, *failed] if early else [*failed, *good, *wrong])
+    assert len(found.samples) == MAX_SAMPLES
+    assert {s.key for s in wrong} < set(found.samples)
+    assert {s.key for s in good[: MAX_SAMPLES - 2]} < set(found.samples)
+    # Measured again and right, it is no veto any more.
+    again = replace(wrong[0], status="ok", time_us=1e6)
+    assert found.merged(samples=[again]).samples[again.key].status == "ok"
+
+
+def test_wrong_results_are_remembered_by_config_and_source():
+    implementation = SimpleNamespace(id="cuda:persistent", scheme="default", phase="forward")
+    found = table(samples=[sample(problem(1), status="wrong", time_us=None), sample(block_rows=8)])
+    assert found.wrong(implementation, Config(block_rows=4), PROVENANCE.source)
+    assert not found.wrong(implementation, Config(block_rows=8), PROVENANCE.source)
+    assert not found.wrong(implementation, Config(block_rows=4), "another")
+    for changes in ({"id": "cuda:row"}, {"phase": "backward"}, {"scheme": "recompute"}):
+        other = SimpleNamespace(**{**vars(implementation), **changes})
+        assert not found.wrong(other, Config(block_rows=4), PROVENANCE.source)
+    assert not table().wrong(implementation, Config(block_rows=4), PROVENANCE.source)
 
 
 def test_of_failed_samples_without_a_date_the_later_recorded_stay():

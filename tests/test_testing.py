@@ -32,7 +32,8 @@ def test_a_right_implementation_passes_in_all_phases_of_its_name():
         "any:plain-default-forward-", "any:plain-default-backward-", "hidden=1,rows=5", "hidden=3,rows=5",
         "hidden=1536,rows=5", "hidden=41,rows=0", "hidden=41,rows=1", "hidden=41,rows=261", "x=float16", "x=bfloat16",
         "needs=x\n", "needs=w\n",
-        "layout-misaligned", "layout-transposed", "layout-scalar", "rank-4", "rank-5", "-heuristic", "-declaration",
+        "layout-misaligned", "layout-transposed", "layout-scalar", "layout-strided", "layout-expanded", "few-units",
+        "rows-70001", "rank-4", "rank-5", "-heuristic", "-declaration",
     ):  # fmt: skip
         assert part in ids
 
@@ -43,6 +44,20 @@ def test_faults_are_found(name):
         check_implementation("affine", planted.FAULTY[name], catalog=CATALOG)
     assert "do not hold" in str(caught.value)
     assert f"any:{name}" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [(planted.first_rows, "rows-70001"), (planted.second_tile, "few-units"), (planted.dense_weight, "layout-strided")],
+)
+def test_the_case_that_a_fault_is_for(function, case):
+    item = planted.implementation(function, "wrong")
+    found = {c.id: c for c in conformance_cases("affine", item, catalog=CATALOG)}
+    with pytest.raises(VerificationError):
+        found[f"any:wrong-default-forward-{case}"]()
+    for layout in ("guarded", "padded"):
+        if case != "layout-strided" and layout != "guarded":
+            found[f"any:wrong-default-forward-layout-{layout}"]()
 
 
 @pytest.mark.parametrize(

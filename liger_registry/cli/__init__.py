@@ -39,6 +39,7 @@ from liger_registry.cli.prune import prune as prune_verb
 from liger_registry.cli.verify import verify as verify_verb
 from liger_registry.cli.warmup import warmup as warmup_verb
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 # Plain help: rich's takes 0.1 s to import, and its boxes do not survive a log.
 app = typer.Typer(
     name="liger-tune",
@@ -47,6 +48,7 @@ app = typer.Typer(
     epilog=_errors.EPILOG,
     no_args_is_help=True,
     add_completion=False,
+    context_settings=_HELP,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -83,7 +85,7 @@ _VERBS: dict[str, Callable[..., None]] = {
     "doctor": doctor_verb,
 }
 for _name, _verb in _VERBS.items():
-    app.command(_name, context_settings=CONTEXT if _verb is explain_verb else None, epilog=_errors.EPILOG)(_verb)
+    app.command(_name, context_settings=CONTEXT if _verb is explain_verb else _HELP, epilog=_errors.EPILOG)(_verb)
 
 
 def main() -> None:

@@ -14,11 +14,12 @@ from typing import TypeVar
 from filelock import FileLock
 
 from liger_registry.document import parse, render
-from liger_registry.errors import TableError, TableInvalidError
+from liger_registry.errors import TableError, TableInvalidError, UnknownDeviceError
 from liger_registry.store import LAYOUT, TableStore, read_bytes, read_file, write_file
 from liger_registry.table import Sample, Stored, Table
 
 VERSION = 1
+_FIX = "name a file that `liger-tune export` wrote, or export it again"
 Tables = Mapping[tuple[tuple[str, str, str], str], Table]
 _E = TypeVar("_E", Stored, Sample)
 
@@ -51,15 +52,29 @@ def _read_export(path: Path) -> list[tuple[str, Table]]:
         data = read_bytes(path)[0]
         document = json.loads(data)
     except OSError as error:
-        raise TableError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+        why = error.strerror or str(error)
+        raise TableError(f"{path} cannot be read", why=why, fix="name an export, a table, or a directory") from error
+    except TableInvalidError as error:
+        raise TableInvalidError(f"{path} cannot be read", why=error.what, fix=_FIX) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise TableInvalidError(f"{path} is no valid JSON", why=str(error)[:200]) from error
+        raise TableInvalidError(f"{path} is no valid JSON", why=str(error)[:200], fix=_FIX) from error
     if not isinstance(document, dict) or "export" not in document:
-        return [(str(path), parse(data))]
+        return [(str(path), _parsed(str(path), data))]
     version, tables = document["export"], document.get("tables")
     if type(version) is not int or version != VERSION or not isinstance(tables, list):
-        raise TableInvalidError(f"{path} is no export that this version can read", why=f"export is {version!r:.40}")
-    return [(f"table {n} of {path}", parse(json.dumps(entry))) for n, entry in enumerate(tables)]
+        raise TableInvalidError(
+            f"{path} is no export that this version can read", why=f"export is {version!r:.40}", fix=_FIX
+        )
+    names = [f"table {n} of {path}" for n in range(len(tables))]
+    return [(name, _parsed(name, json.dumps(entry))) for name, entry in zip(names, tables, strict=True)]
+
+
+def _parsed(name: str, data: str | bytes) -> Table:
+    try:
+        return parse(data)
+    except TableInvalidError as error:
+        why = "; ".join(part for part in (error.what, error.why) if part)
+        raise TableInvalidError(f"{name} is no table", why=why, fix=error.fix or _FIX) from error
 
 
 def write(path: Path, tables: Iterable[Table]) -> None:
@@ -89,7 +104,11 @@ def write(path: Path, tables: Iterable[Table]) -> None:
                 os.unlink(name)
             raise
     except OSError as error:
-        raise TableError(f"{path} cannot be written", why=error.strerror or str(error)) from error
+        raise TableError(
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            fix="name a place that can be written, and has room",
+        ) from error
 
 
 def combined(tables: Sequence[Table], prefer_later: bool = False) -> Tables:
@@ -118,16 +137,43 @@ def _in_order(entries: Iterable[_E], as_given: bool) -> list[_E]:
 def selected(tables: Iterable[Table], ops: Sequence[str], devices: Sequence[str], samples: bool = True) -> list[Table]:
     """The tables of some operations and devices (all where none is named), with or without their samples.
 
-    A device is named by its directory (``cuda/sm_90/h200-132``) or by a part of it (``h200-132``, ``h200``, ``cuda``).
+    A device is named by its directory (``cuda/sm_90/h200-132``), by a part of it (``h200-132``, ``h200``, ``cuda``),
+    or by another name of it (``h100``).
+
+    Raises:
+        UnknownDeviceError: there is no such device, neither in the tables nor by name.
     """
 
+    tables = list(tables)
+    asked = {name for device in devices for name in _names_of(device, tables)}
+
     def wanted(table: Table) -> bool:
-        vendor, arch, unit = table.directory
-        names = {"/".join(table.directory), vendor, arch, unit, unit.rpartition("-")[0]}
-        return (not ops or table.op in ops) and (not devices or bool(names & set(devices)))
+        return (not ops or table.op in ops) and (not devices or bool(_names(table) & asked))
 
     kept = [table for table in tables if wanted(table)]
     return kept if samples else [replace(table, samples={}) for table in kept]
+
+
+def _names(table: Table) -> set[str]:
+    vendor, arch, unit = table.directory
+    return {"/".join(table.directory), vendor, arch, unit, unit.rpartition("-")[0]}
+
+
+def _names_of(device: str, tables: Sequence[Table]) -> tuple[str, ...]:
+    """The names under which tables know what a user calls a device."""
+    from liger_registry.device import VENDORS, Device, capability_number
+
+    known = {name for table in tables for name in _names(table)}
+    if device in known or device in VENDORS or capability_number(device):
+        return (device,)
+    try:
+        return device, Device.parse(device).sku
+    except UnknownDeviceError as error:
+        raise UnknownDeviceError(
+            error.what,
+            candidates=dict.fromkeys([*sorted(known), *error.candidates]),
+            fix="name a candidate; `liger-tune list` shows the devices that have tables",
+        ) from None
 
 
 def tables_of(store: TableStore) -> list[Table]:
@@ -156,4 +202,8 @@ def rewrite(store: TableStore, table: Table, change: Callable[[Table], Table]) -
     except OSError as error:
         if isinstance(error, TableError):
             raise
-        raise TableError(f"{path} cannot be written", why=error.strerror or str(error)) from error
+        raise TableError(
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            fix="name a place that can be written, and has room",
+        ) from error

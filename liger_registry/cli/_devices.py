@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from liger_registry.cli import _render
 from liger_registry.errors import UnknownDeviceError
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
-    from liger_registry.settings import Settings
+    from liger_registry.runtime import Registry
 
 # A full cache directory is found out at once and not in the middle of a night's tuning.
 _LEAST_FREE = 100 << 20
@@ -32,7 +33,7 @@ def use_interpreter(name: str | None) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def present(name: str | None, settings: Settings) -> tuple[Device, str]:
+def present(name: str | None, registry: Registry) -> tuple[Device, str]:
     """The device of a name and where torch puts its tensors; without a name the GPU of this rank, else the CPU.
 
     Raises:
@@ -42,10 +43,10 @@ def present(name: str | None, settings: Settings) -> tuple[Device, str]:
 
     from liger_registry.device import Device
 
+    local = _render.environ_number("LOCAL_RANK", 0)
     if name is None and torch.cuda.is_available():
-        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    cpu = torch.device("cpu")
-    device = Device.of(cpu, interpret=settings.interpret) if name is None else Device.parse(name)
+        name = f"cuda:{local % torch.cuda.device_count()}"
+    device = registry.device if name is None else Device.parse(name)
     if device.vendor in ("cpu", "interpreter"):
         return device, "cpu"
     if device.index is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from typing import Any
 
@@ -66,6 +67,13 @@ class Verbs(TyperGroup):
         except RegistryError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(exit_code(error)) from None
+        except OSError as error:
+            if error.errno in (None, errno.EPIPE):  # a reader that went away is click's to deal with
+                raise
+            name = str(error.filename or "")
+            shown = name if len(name) <= 80 else f"{name[:77]}..."
+            typer.echo(f"error: {error.strerror}: {shown}\n  fix: name a place that can be used", err=True)
+            raise typer.Exit(TABLE) from None
 
 
 def show_warnings_as_lines() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
 
 MODELS_HELP = f"Model directories, config.json files, or presets: {', '.join(PRESETS)}."
+LARGEST = 1 << 40
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -39,13 +40,36 @@ def counts(texts: Iterable[str], option: str) -> list[int]:
     Raises:
         InvalidInputError: one is none.
     """
-    found = list(texts)
-    for text in found:
-        if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 2**40:
-            raise InvalidInputError(
-                f"{option} {text} is no positive integer", fix=f"write {option} 4096, or a comma list"
-            )
-    return [int(text) for text in found]
+    return [size(text, option, f"write {option} 4096, or several, separated by commas") for text in texts]
+
+
+def size(text: str, option: str, fix: str = "") -> int:
+    """The positive integer that an option was given.
+
+    Raises:
+        InvalidInputError: it is none, or larger than any size there is.
+    """
+    # Python refuses to read integers of thousands of digits.
+    if not (text.isascii() and text.isdecimal()) or len(text) > 40 or not 0 < int(text) < LARGEST:
+        short = text if len(text) <= 40 else f"{text[:37]}..."
+        raise InvalidInputError(
+            f"{option} {short} is no positive integer",
+            why=f"it is not below {LARGEST}" if text.isdecimal() and text.strip("0") else "",
+            fix=fix or f"write {option} 4096",
+        )
+    return int(text)
+
+
+def number(value: int, option: str, least: int, most: int) -> int:
+    """The number that an option was given.
+
+    Raises:
+        InvalidInputError: it is outside the range.
+    """
+    if not least <= value <= most:
+        shown = value if abs(value) < LARGEST else "of that many digits"
+        raise InvalidInputError(f"{option} {shown} cannot be used", fix=f"write a number from {least} to {most}")
+    return value
 
 
 def needs_of(op: Op, description: Description, frozen: bool) -> tuple[bool, ...]:
@@ -149,20 +173,25 @@ def described(op: Op, dims: Mapping[str, str], dtypes: Sequence[str], flags: Map
         UnsupportedDtypeError: a dtype that no operation takes.
         UnsupportedOptionError: a flag that is not part of the key, or a value it does not take.
     """
-    if unknown := [name for name in dims if name not in op.dims] or [name for name in op.dims if name not in dims]:
-        missing = unknown[0] in op.dims
+    options = {option.name for option in op.options}
+    unknown = [name for name in dims if name not in op.dims]
+    stray = [name for name in flags if name not in options]
+    if missing := [*unknown, *stray] or [name for name in op.dims if name not in dims]:
+        named = "needs the size" if missing[0] in op.dims else "has no size" if unknown else "has no size or option"
         raise InvalidInputError(
-            f"{op.name} {'needs the size' if missing else 'has no size'} {unknown[0]!r}",
-            candidates=op.dims,
+            f"{op.name} {named} {missing[0]!r}",
+            candidates=op.dims if unknown or not stray else [*op.dims, *options],
             fix=" ".join(f"--{name} N" for name in op.dims),
         )
-    sizes: dict[str, Scalar] = {name: counts([text], f"--{name}")[0] for name, text in dims.items()}
+    sizes: dict[str, Scalar] = {name: size(text, f"--{name}") for name, text in dims.items()}
     common = check_dtypes([text for text in dtypes if "=" not in text][-1:]) or ["bfloat16"]
     usual = template(op, common[0])
     names: dict[str, Scalar] = dict(usual.dtypes) if usual else dict.fromkeys(op.differentiable, common[0])
     for name, _, value in (text.partition("=") for text in dtypes if "=" in text):
         if name not in names:
-            raise UnsupportedDtypeError(f"{op.name} has no tensor {name!r} in its key", candidates=names)
+            raise UnsupportedDtypeError(
+                f"{op.name} has no tensor {name!r} in its key", candidates=names, fix="name a candidate"
+            )
         names[name] = "none" if value == "none" else check_dtypes([value])[0]
     defaults = {option.name: option.default for option in op.options}
     marks: dict[str, Scalar] = {n: defaults.get(n, value) for n, value in usual.flags.items()} if usual else {}
@@ -174,7 +203,9 @@ def _flag(op: Op, name: str, text: str, known: Mapping[str, Scalar]) -> Scalar:
     option = next((o for o in op.options if o.name == name), None)
     if option is None or (known and name not in known):
         raise UnsupportedOptionError(
-            f"{name!r} does not change which implementation of {op.name} is chosen", candidates=known
+            f"{name!r} does not change which implementation of {op.name} is chosen",
+            candidates=known,
+            fix="leave it out, or name a candidate",
         )
     value: object = text
     if option.kind is bool:
@@ -188,5 +219,5 @@ def _flag(op: Op, name: str, text: str, known: Mapping[str, Scalar]) -> Scalar:
 def check_phase(phase: str | None) -> str | None:
     """The phase as given; InvalidInputError if there is none of that name."""
     if phase is not None and phase not in PHASES:
-        raise InvalidInputError(f"there is no phase {phase!r}", candidates=PHASES)
+        raise InvalidInputError(f"there is no phase {phase!r}", candidates=PHASES, fix="name a candidate")
     return phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import date, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from liger_registry.errors import ConfigOutsideSpaceError, InvalidInputError, RegistryError, UnknownOpError
@@ -66,17 +66,28 @@ def older_than(text: str) -> Reason:
     Raises:
         InvalidInputError: it is neither.
     """
-    if match := re.fullmatch(r"([0-9]{1,6})([hdwmy])", text):
-        limit = datetime.now(timezone.utc) - timedelta(days=int(match[1]) * _UNITS[match[2]])
-        border = limit.strftime("%Y-%m-%dT%H:%M:%S")
-    elif re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
-        border = text
-    else:
-        raise InvalidInputError(f"{text!r} is neither an age nor a date", candidates=("90d", "12w", "2026-01-31"))
+    why, border = "", ""
+    try:
+        if match := re.fullmatch(r"([0-9]{1,6})([hdwmy])", text):
+            limit = datetime.now(timezone.utc) - timedelta(days=int(match[1]) * _UNITS[match[2]])
+            border = limit.isoformat(timespec="seconds")[:19]
+        elif re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text):
+            border = date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        why = str(error)
+    except OverflowError:
+        why = "the calendar does not go back so far"
+    if not border:
+        raise InvalidInputError(
+            f"{text if len(text) <= 40 else text[:37] + '...'!r} is neither an age nor a date",
+            why=why,
+            candidates=("90d", "12w", "2026-01-31"),
+            fix="write an age in hours, days, weeks, months or years, or a date, as the candidates are",
+        )
 
     def reason(entry: Stored | Sample) -> str:
-        date = entry.provenance.date
-        return f"measured {date[:10] or 'at an unknown time'}" if date < border else ""
+        when = entry.provenance.date
+        return f"measured {when[:10] or 'at an unknown time'}" if when < border else ""
 
     return reason
 

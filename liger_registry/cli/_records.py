@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,34 @@ def _tensors(op: Op, problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]
     return (*gradients, *held, *results[count:]), {"needs": op.needs(problem)}
 
 
-def sampled(found: Sequence[Job], count: int) -> list[Job]:
-    """At most ``count`` jobs, spread evenly over those found, and the same ones every time."""
+def _stratum(job: Job) -> tuple[object, ...]:
+    return job.device.fingerprint, job.implementation.key
+
+
+def sampled(found: Sequence[Job], count: int, stratum: Callable[[Job], object] = _stratum) -> list[Job]:
+    """At most ``count`` jobs, the same ones every time.
+
+    Every device and implementation has its share, and within it they are spread evenly; where there are fewer than
+    implementations, some of these are left out.
+    """
     if count >= len(found):
         return list(found)
-    # Aligned and unaligned ones stand side by side: an even stride alone would see one kind only.
-    places = (index * len(found) // count for index in range(count))
-    return [found[min(place - place % 2 + index % 2, len(found) - 1)] for index, place in enumerate(places)]
+    places: dict[object, list[int]] = {}
+    for place, job in enumerate(found):
+        places.setdefault(stratum(job), []).append(place)
+    groups = list(places.values())
+    if count < len(groups):
+        groups = [groups[index * len(groups) // count] for index in range(count)]
+    shares = [0] * len(groups)
+    while sum(shares) < count:
+        for n, group in enumerate(groups):
+            if shares[n] < len(group) and sum(shares) < count:
+                shares[n] += 1
+    chosen = []
+    for n, (group, share) in enumerate(zip(groups, shares, strict=True)):
+        for index in range(share):
+            place = index * len(group) // share
+            # Aligned and unaligned ones stand side by side: an even stride alone would see one kind only.
+            turned = min(place - place % 2 + (n + index) % 2, len(group) - 1)
+            chosen.append(group[place if share * 2 > len(group) else turned])
+    return [found[place] for place in sorted(chosen)]

@@ -11,14 +11,31 @@ from typing import Any
 
 import typer
 
+from liger_registry.errors import SettingError
+from liger_registry.table import duration
+
 # What a pipe or a log file gets: rich would fold tables at 80 columns there.
 _PIPE_WIDTH = 200
 
 
 def rank() -> int:
     """This process's rank under torchrun; 0 elsewhere."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0
+    return environ_number("RANK", 0)
+
+
+def environ_number(name: str, default: int) -> int:
+    """The number in a variable that torchrun sets.
+
+    Raises:
+        SettingError: it is none.
+    """
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        raise SettingError(
+            f"{name}={shown!r} is no number", why="torchrun sets it", fix=f"unset {name}, or use torchrun"
+        )
+    return int(text)
 
 
 def emit_json(value: object) -> None:
@@ -26,26 +43,38 @@ def emit_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=1, default=str))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Sequence[str] = (),
+    width: int = _PIPE_WIDTH,
+    folded: Sequence[str] = (),
+) -> None:
     """Print a table.
 
     Args:
         columns: the headings.
         rows: the cells, as anything that has a text.
         right: the columns that are aligned to the right.
+        width: of the table, where no terminal sets one.
+        folded: the columns that give way where the table is too wide; all of them if none is named.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        made.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            no_wrap=bool(folded) and name not in folded,
+        )
     for row in rows:
         made.add_row(*(Text(str(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(file=sys.stdout, width=width, highlight=False)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width, highlight=False)
     with console.capture() as capture:
         console.print(made)
     # Padding to the right edge is noise in a log.
@@ -53,13 +82,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Seque
 
 
 def microseconds(value: float | None) -> str:
-    """A time for people: ``63.2 us``, ``1.48 ms``, ``2.10 s``."""
-    if value is None:
-        return "-"
-    for unit, size in (("us", 1.0), ("ms", 1e3), ("s", 1e6)):
-        if value < 1000 * size or unit == "s":
-            return f"{value / size:.3g} {unit}" if value < 100 * size else f"{value / size:.0f} {unit}"
-    raise AssertionError
+    """A time for people, ``63.2 us``; a dash for none."""
+    return "-" if value is None else duration(value)
 
 
 def size(value: int | None) -> str:

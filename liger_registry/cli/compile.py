@@ -35,8 +35,12 @@ def compile_configs(
     op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help="Instead of each model's own.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every config; the default.")] = False,
-    sample: Annotated[int, typer.Option(metavar="N", help="N configs, spread evenly, the same every time.")] = 0,
-    processes: Annotated[int, typer.Option(metavar="N", help="Compiling processes; by default one a core.")] = 0,
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", help="N configs in all, spread evenly, the same every time.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", help="Compiling processes; by default one a core.")
+    ] = None,
     details: Annotated[bool, typer.Option("--details", help="One line a config, not one an implementation.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,8 +50,10 @@ def compile_configs(
     thread and shared memory a block. A config that does not compile, or does not fit its device, is an error: exit
     code 1. Results are kept in the cache directory.
     """
-    if every and sample:
+    if every and sample is not None:
         raise InvalidInputError("--all and --sample exclude each other", fix="give one of them")
+    most = _problems.number(1 << 30 if sample is None else sample, "--sample", 1, 1 << 30)
+    workers = _problems.number(processes if processes is not None else os.cpu_count() or 1, "--processes", 1, 1024)
     from liger_registry.architecture import Architecture
     from liger_registry.device import Device
     from liger_registry.launch import triton_available
@@ -56,13 +62,21 @@ def compile_configs(
     if not triton_available():
         raise TritonMissingError("offline compiles need Triton", fix="pip install triton")
     devices = [Device.parse(name) for name in _render.items(device) or DEVICES]
+    for where in devices:
+        if where.vendor not in ("cuda", "rocm"):
+            raise InvalidInputError(
+                f"there is nothing to compile for {where.sku}",
+                why="plain PyTorch and Triton's interpreter compile no kernels ahead",
+                candidates=DEVICES,
+                fix="name GPUs, which need not be there",
+            )
     architectures = [Architecture.find(name) for name in models or MODELS]
     dtypes = _problems.check_dtypes(_render.items(dtype))
     problems = _problems.model_problems(registry.catalog, architectures, _TOKENS, ops=_render.items(op), dtypes=dtypes)
     found = list(_records.jobs(registry.catalog, problems, devices))
-    chosen = _records.sampled(found, sample) if sample > 0 else found
+    chosen = _records.sampled(found, most)
     cache = registry.settings.cache_dir / "compiled"
-    rows = _compile(registry.catalog, chosen, processes or os.cpu_count() or 1, cache, json)
+    rows = _compile(registry.catalog, chosen, workers, cache, json)
     if json:
         _render.emit_json(rows)
     else:

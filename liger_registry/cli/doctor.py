@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from liger_registry.cli import _devices, _render
+from liger_registry.cli import _devices, _render, _report
 from liger_registry.cli._errors import FAILED
 
 if TYPE_CHECKING:
@@ -138,15 +138,19 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"- command: {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
     for device in report["devices"]:
         yield f"- device: {device['fingerprint']} ({device['name']}, {_render.size(device['memory'])})"
-        yield f"  limits: {', '.join(f'{name}={value}' for name, value in device['limits'].items())}"
+        limits = [f"{name.replace('_', ' ')} {value:,}" for name, value in device["limits"].items() if value > 1]
+        if limits:
+            yield f"  limits: {', '.join(limits)}"
     for name, value in report["settings"].items():
         if name != "environment":
-            yield f"- {name}: {value}"
+            yield f"- {name.replace('_', ' ')}: {_human(value)}"
     yield from (f"- {name}={value}" for name, value in report["settings"]["environment"].items())
     for store in report["tables"]:
         yield f"- {store['kind']} tables: {store['root']}"
         for device, counts in store["devices"].items():
-            yield f"  {device}: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+            yield f"  {device}: " + ", ".join(
+                _report.plural(count, name.removesuffix("s")) for name, count in counts.items()
+            )
         yield from (f"  set aside: {path}" for path in store["set_aside"])
     yield f"- recorded misses: {report['misses']}"
     for plugin in report["plugins"]:
@@ -156,3 +160,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"- [{'!!' if check['problem'] else 'ok'}] {check['check']}" + (
             f": {check['problem']}" if check["problem"] else ""
         )
+
+
+def _human(value: object) -> str:
+    if value is None or value == () or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return ", ".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
+    return str(value)

@@ -10,7 +10,7 @@ import typer
 from liger_registry.cli import _problems, _render
 from liger_registry.errors import InvalidInputError, UnsupportedOptionError
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+CONTEXT = {"help_option_names": ["-h", "--help"], "allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def explain(
@@ -55,7 +55,9 @@ def explain(
     else:
         named = _render.items(needs)
         if unknown := [name for name in named if name not in contract.differentiable]:
-            raise InvalidInputError(f"{op} has no input {unknown[0]!r}", candidates=contract.differentiable)
+            raise InvalidInputError(
+                f"{op} has no input {unknown[0]!r}", candidates=contract.differentiable, fix="name a candidate"
+            )
         wanted = tuple(name in named for name in contract.differentiable)
     _problems.check_phase(phase)
     problems = [
@@ -63,7 +65,7 @@ def explain(
         for problem in _problems.problems_of(contract, description, wanted, registry.settings.memory_budget)
         if phase in (None, problem.phase)
     ]
-    where = Device.parse(device) if device else Device.default()
+    where = Device.parse(device) if device else registry.device
     explanations = []
     for problem in problems:
         budget = _problems.held_budget(contract, problem, registry.settings.memory_budget)

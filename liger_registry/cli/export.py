@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from liger_registry.cli import _render
+from liger_registry.cli import _render, _report
 
 
 def export(
@@ -45,4 +45,5 @@ def export(
     if json:
         _render.emit_json({"file": str(file), "tables": len(tables), "decisions": count})
     else:
-        typer.echo(f"{file}: {len(tables)} tables, {count} decisions")
+        said = f"{_report.plural(len(tables), 'table')}, {_report.plural(count, 'decision')}"
+        typer.echo(f"{file}: {said}")

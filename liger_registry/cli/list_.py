@@ -33,7 +33,7 @@ def list_decisions(
 
     kinds = _render.items(store)
     if unknown := [kind for kind in kinds if kind not in STORES]:
-        raise InvalidInputError(f"there is no store {unknown[0]!r}", candidates=STORES)
+        raise InvalidInputError(f"there is no store {unknown[0]!r}", candidates=STORES, fix="name a candidate")
     ops = [registry.catalog.op(name).name for name in _render.items(op)]
     rows: list[dict[str, Any]] = []
     for kind, place in registry.stores():

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from liger_registry.cli import _render
+from liger_registry.cli import _render, _report
 
 
 def merge(
     sources: Annotated[list[Path], typer.Argument(metavar="SOURCE", help="Exports, tables, or directories of tables.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="C", help="The file to write, or a directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write, or a directory.")],
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -35,4 +35,5 @@ def merge(
     if json:
         _render.emit_json({"file": str(output), "tables": len(merged), "decisions": count})
     else:
-        typer.echo(f"{output}: {len(merged)} tables, {count} decisions from {len(sources)} sources")
+        said = f"{_report.plural(len(merged), 'table')}, {_report.plural(count, 'decision')}"
+        typer.echo(f"{output}: {said} from {_report.plural(len(sources), 'source')}")

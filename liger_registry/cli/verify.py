@@ -56,11 +56,13 @@ def verify(
     Exit code 1 if one is wrong, raises, or if there was nothing to verify. Runs in this process: a kernel that crashes
     the device ends the command.
     """
+    _problems.number(configs, "--configs", 1, 1 << 20)
+    _problems.number(seed, "--seed", 0, (1 << 32) - 1)
     _devices.use_interpreter(device)
     from liger_registry.architecture import Architecture
     from liger_registry.runtime import registry
 
-    where, place = _devices.present(device, registry.settings)
+    where, place = _devices.present(device, registry)
     tiny = where.vendor == "interpreter" and not model
     names = _render.items(model) or (MODELS[:1] if place == "cpu" else MODELS)
     architectures = [Architecture.from_config(_TINY, "tiny")] if tiny else [Architecture.find(name) for name in names]
@@ -91,7 +93,9 @@ def _candidates(
     known = {name for o in catalog.ops() for i in catalog.implementations(o.name) for name in (i.id, i.name)}
     for name in names:
         if name not in known:
-            raise UnknownImplementationError(f"no operation has an implementation {name!r}", candidates=sorted(known))
+            raise UnknownImplementationError(
+                f"no operation has an implementation {name!r}", candidates=sorted(known), fix="name a candidate"
+            )
     for problem in problems:
         if not problem.scheme:
             continue

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from liger_registry.cli import _devices, _problems, _render
+from liger_registry.cli import _devices, _problems, _render, _report
 from liger_registry.cli._errors import FAILED
 from liger_registry.errors import InvalidInputError, RegistryError, TableError
 
@@ -58,14 +58,14 @@ def warmup(
 
     Exit code 1 if a problem is left undone: every candidate failed, or the time of --budget-s was up.
     """
-    if budget_s is not None and not budget_s > 0:
-        raise InvalidInputError(f"--budget-s {budget_s:g} leaves no time", fix="give seconds, such as 600")
+    if budget_s is not None and not 0 < budget_s < math.inf:
+        raise InvalidInputError(f"--budget-s {budget_s:g} is no time to measure in", fix="give seconds, such as 600")
     if misses and models:
         raise InvalidInputError("--from-misses and models exclude each other", fix="run it twice")
     _devices.use_interpreter(device)
     from liger_registry.runtime import registry
 
-    where, place = _devices.present(device, registry.settings)
+    where, place = _devices.present(device, registry)
     if problem := _devices.why_unwritable(registry.settings.cache_dir):
         raise TableError("what is measured could not be kept", why=problem)
     ops = [registry.catalog.op(name).name for name in _render.items(op)]
@@ -73,6 +73,8 @@ def warmup(
         problems = _missed(registry, where, ops)
     else:
         problems = _posed(registry, where, models or (), ops, batch, seq, dtype, frozen)
+    if not (misses or json) and _render.rank() == 0:
+        typer.echo(_announced(where, models or (), batch, seq))
     unasked = budget_s is None and not (models or misses) and where.vendor in ("cpu", "interpreter")
     budget_s = CPU_BUDGET_S if unasked else budget_s
     options = {"torch_device": place, "budget_s": budget_s, "force": force}
@@ -83,7 +85,7 @@ def warmup(
 
         rows, seconds = _tune(registry, problems, where, {**options, "progress": show})
     if _render.rank() == 0:
-        _report(registry, where, rows, seconds, json)
+        _print(registry, where, rows, seconds, json)
     if any(row.status in _undone(timed=not unasked) for row in rows):
         raise typer.Exit(FAILED)
 
@@ -94,6 +96,25 @@ def _undone(timed: bool = True) -> tuple[str, ...]:
     from liger_registry.tuning.report import NOTHING, UNTUNED
 
     return (NONE_PASSED, NOTHING, UNTUNED) if timed else (NONE_PASSED, NOTHING)
+
+
+def _sizes(device: Device, batch: Sequence[str] | None, seq: Sequence[str] | None) -> tuple[Sequence[int], ...]:
+    """Batch sizes and sequence lengths: those asked for, else the device's."""
+    slow = device.vendor in ("cpu", "interpreter")
+    batches = _problems.counts(_render.items(batch), "--batch") or (CPU_BATCH if slow else BATCH)
+    return batches, _problems.counts(_render.items(seq), "--seq") or (CPU_SEQ if slow else SEQ)
+
+
+def _models(device: Device, models: Sequence[str]) -> Sequence[str]:
+    return models or (CPU_MODELS if device.vendor in ("cpu", "interpreter") else MODELS)
+
+
+def _announced(device: Device, models: Sequence[str], batch: Sequence[str] | None, seq: Sequence[str] | None) -> str:
+    """What is about to be measured, in one line."""
+    batches, lengths = _sizes(device, batch, seq)
+    said = "" if models else "no model given: "
+    names = _report.listed(_models(device, models))
+    return f"{said}{names}, batch {_report.listed(batches)}, seq {_report.listed(lengths)}, on {device.fingerprint}"
 
 
 def _posed(
@@ -109,15 +130,16 @@ def _posed(
     from liger_registry.architecture import Architecture
 
     slow = device.vendor in ("cpu", "interpreter")
-    batches = _problems.counts(_render.items(batch), "--batch") or (CPU_BATCH if slow else BATCH)
-    lengths = _problems.counts(_render.items(seq), "--seq") or (CPU_SEQ if slow else SEQ)
+    batches, lengths = _sizes(device, batch, seq)
     dtypes = _problems.check_dtypes(_render.items(dtype))
     if not models and not dtypes and slow:
         dtypes = ["float32", "bfloat16"]
+    tokens = sorted({b * s for b in batches for s in lengths})
+    _problems.size(str(tokens[-1]), "--batch times --seq", "write smaller ones")
     return _problems.model_problems(
         registry.catalog,
-        [Architecture.find(name) for name in models or (CPU_MODELS if slow else MODELS)],
-        sorted({b * s for b in batches for s in lengths}),
+        [Architecture.find(name) for name in _models(device, models)],
+        tokens,
         ops=ops,
         dtypes=dtypes,
         frozen=frozen,
@@ -126,16 +148,16 @@ def _posed(
 
 
 def _missed(registry: Registry, device: Device, ops: Sequence[str]) -> list[Problem]:
-    known = {op.name for op in registry.catalog.ops()}
+    known = {op.name: op for op in registry.catalog.ops() if not ops or op.name in ops}
     found = [problem for place, problem in registry.misses.all() if place == device.fingerprint]
-    return [problem for problem in found if problem.op in known and (not ops or problem.op in ops)]
+    return [problem for problem in found if problem.op in known and known[problem.op].has(problem)]
 
 
 def _tune(
     registry: Registry, problems: Sequence[Problem], device: Device, options: dict[str, Any]
 ) -> tuple[list[Row], float]:
     """The rows of all ranks, in the order of the problems, and the seconds that the slowest took."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _render.environ_number("WORLD_SIZE", 1) <= 1:
         report = registry.tune(problems, device, **options)
         return list(report.rows), report.seconds
     import torch.distributed as dist
@@ -164,7 +186,7 @@ def _tune(
     return rows, max(seconds for _, seconds in found)
 
 
-def _report(registry: Registry, device: Device, rows: Sequence[Row], seconds: float, json: bool) -> None:
+def _print(registry: Registry, device: Device, rows: Sequence[Row], seconds: float, json: bool) -> None:
     root = registry.user_store.root.joinpath("v1", *device.directory)
     if json:
         measured = sum(row.measured for row in rows)
@@ -176,25 +198,10 @@ def _report(registry: Registry, device: Device, rows: Sequence[Row], seconds: fl
         }
         _render.emit_json({**body, "rows": [_json(row) for row in rows]})
         return
-    lines = [
-        (
-            row.problem.text,
-            row.status,
-            row.choice or "-",
-            row.default or "-",
-            _render.microseconds(row.time_us),
-            _render.gain(row.default_us, row.time_us),
-        )
-        for row in rows
-    ]
-    if lines:
-        _render.table(("problem", "status", "choice", "default", "time", "gain"), lines, right=("time", "gain"))
-    for row in rows:
-        if row.status in _undone():
-            typer.echo(f"{row.status}: {row.problem.text}: {row.detail}")
-    counts = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(row.status for row in rows)}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to tune"
-    typer.echo(f"{len(rows)} problems on {device.fingerprint} in {seconds:.1f} s: {said}; tables in {root}")
+    _report.print_rows(rows, _undone())
+    said = ", ".join(_report.counted(rows)) or "nothing to tune"
+    count = _report.plural(len(rows), "problem")
+    typer.echo(f"{count} on {device.fingerprint} in {seconds:.1f} s: {said}; tables in {root}")
 
 
 def _json(row: Row) -> dict[str, Any]:

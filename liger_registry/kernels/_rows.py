@@ -7,6 +7,8 @@ of the launch, so a slice needs one and the (B, H, T, D) view of queries and key
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from liger_registry.launch import launch
 MOST_ROW_DIMS = 4
 
 Strides = tuple[int | None, ...]
+Vector = TypeVar("Vector", Tensor, "Tensor | None")
 
 
 def allocate_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -24,6 +27,15 @@ def allocate_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if x.stride(-1) == 1:
         return torch.empty_like(x) if dtype is None else torch.empty_like(x, dtype=dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def dense_vector(vector: Vector) -> Vector:
+    """A vector that kernels read without a stride: itself, or a copy where it is a column, a slice or expanded.
+
+    A copy is fine here: of a weight it is a few KiB, which a launch of tens of MiB does not notice, while a stride
+    would be an argument of every kernel. The check costs the hot path 30 ns.
+    """
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 def strided(reads: tuple[Tensor, ...], writes: tuple[Tensor | None, ...]) -> tuple[int, Strides]:

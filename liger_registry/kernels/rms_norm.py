@@ -21,6 +21,7 @@ from liger_registry.kernels._rows import (
     MOST_ROW_DIMS,
     allocate_like,
     column_offsets,
+    dense_vector,
     row_ids,
     row_offsets,
     strided,
@@ -235,6 +236,7 @@ def forward_multi_row(
     waves_per_eu: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``block_rows`` rows at a time; with ``programs_per_unit`` of 0 a program a tile, else that many for each unit."""
+    weight = dense_vector(weight)
     y, rstd = allocate(x, weight, casting)
     row_dims, strides = (0, ()) if x.is_contiguous() else strided((x,), (y,))
     if row_dims > MOST_ROW_DIMS:
@@ -300,6 +302,7 @@ def backward_persistent(
     One program a multiprocessor with 3 stages moves 96 % of what the memory can (16384 x 4096 on an H200); a program
     for each slab of rows without loads ahead moves 42 %.
     """
+    weight, rstd = dense_vector(weight), dense_vector(rstd)
     dx = allocate_like(x) if needs[0] else None
     needs_weight = needs[1] and weight is not None
     contiguous = x.is_contiguous() and dy.is_contiguous()

@@ -16,6 +16,7 @@ from liger_registry.kernels._rows import (
     MOST_ROW_DIMS,
     allocate_like,
     column_offsets,
+    dense_vector,
     row_ids,
     row_offsets,
     strided,
@@ -238,6 +239,7 @@ def forward_column_split(
     waves_per_eu: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``splits`` programs a row, in blocks of ``block`` columns: sums of squares first, then the rows themselves."""
+    weight = dense_vector(weight)
     y, rstd = allocate(x, weight, casting)
     row_dims, strides = (0, ()) if x.is_contiguous() else strided((x,), (y,))
     if row_dims > MOST_ROW_DIMS:
@@ -314,6 +316,7 @@ def backward_column_split(
     waves_per_eu: int | None = None,
 ) -> Gradients:
     """The dots of the rows in ``splits`` parts first, then gradients by blocks of columns and groups of rows."""
+    weight, rstd = dense_vector(weight), dense_vector(rstd)
     dx = allocate_like(x) if needs[0] else None
     needs_weight = needs[1] and weight is not None
     contiguous = x.is_contiguous() and dy.is_contiguous()

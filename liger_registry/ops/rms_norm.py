@@ -176,7 +176,11 @@ def example(problem: Problem, device: torch.device | str, seed: int = 0, style: 
 
 
 def proxies(problem: Problem) -> tuple[dict[str, int], ...]:
-    """Few rows at the true width: 261 is two tiles of 128 rows and a tail of 5, and no multiple of any grid."""
+    """Few rows at the true width, a multiple of no tile: 261 is four tiles of the tallest, 64 rows, and a tail of 5.
+
+    They are fewer than a device has programs. That each of these goes round is verified with few units, and what
+    depends on the number of rows at the problem's own.
+    """
     # 2^21 elements keep one check under 20 ms on a GPU; the width is in the code and is never changed.
     rows = max(3, min(261, (1 << 21) // problem.hidden))
     return ({"rows": rows}, {"rows": 1})

@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,14 +19,15 @@ from liger_registry.compile_pool import CompilePool
 from liger_registry.errors import CompileError
 from liger_registry.examples import STYLES
 from liger_registry.launch import record, triton_available
-from liger_registry.op import DimKind, Op
+from liger_registry.op import DimKind
 from liger_registry.problem import BACKWARD, Problem
 from liger_registry.table import OK, WRONG, Choice
+from liger_registry.tuning.arguments import META, Arguments
 from liger_registry.tuning.candidates import Candidate
-from liger_registry.tuning.cases import CONTIGUOUS, CaseCache, Recipe, gradient, recipes
-from liger_registry.tuning.layouts import place
+from liger_registry.tuning.cases import CONTIGUOUS, CaseCache, Recipe, recipes
 from liger_registry.tuning.measure import CPU_CALL_S, CpuTimer, CudaTimer, Timer, extra_bytes, measure
-from liger_registry.tuning.verify import proxies_for, verify
+from liger_registry.tuning.verify import Verification, proxies_for, verify, walk_for
+from liger_registry.tuning.whole import References, verify_whole
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at which other processes use the device.
 _LOOK_S = 5.0
-META = torch.device("meta")
 _GPU_FAULTS = ("CUDA error", "HIP error", "illegal memory access", "misaligned address", "device-side assert")
 
 
@@ -82,6 +82,9 @@ class Runner(Protocol):
 
     def verify(self, problem: Problem, candidate: Candidate, full: bool = True) -> Outcome:
         """Hold a candidate against the reference, with tensors of every layout or with contiguous ones alone."""
+
+    def verify_whole(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """Hold one call at the problem's own sizes against the reference."""
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
@@ -137,7 +140,8 @@ class Bench:
         self._cases = CaseCache()
         self._pool = CompilePool(self.processes)
         self._extra: dict[Choice, int | None] = {}
-        self._tensors: tuple[Problem, tuple[Any, ...]] | None = None
+        self._references = References()
+        self._tensors: tuple[Problem, Arguments] | None = None
         self._looked, self._seen = -math.inf, False
 
     def describe(self) -> Mapping[str, str]:
@@ -172,13 +176,14 @@ class Bench:
         """The problem itself and the cases of its verification, each kind of tensors once."""
         op = self.catalog.op(problem.op)
         proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
-        cases = [Recipe(problem, "random", 0, CONTIGUOUS), *recipes(op, problem, proxies, STYLES, 0, full)]
-        return list({(r.problem, r.layouts, r.options): r for r in cases}.values())
+        walk = walk_for(op, candidate.implementation, candidate.config, problem, self.device, proxies)
+        cases = [Recipe(problem, "random", 0, CONTIGUOUS), *recipes(op, problem, proxies, STYLES, 0, full, walk)]
+        return list({(r.problem, r.layouts, r.options, r.units): r for r in cases}.values())
 
     def _record(self, recipe: Recipe, candidate: Candidate) -> list[Any]:
-        tensors = self._arguments(self.catalog.op(recipe.problem.op), recipe.problem, META, recipe.layouts)
+        tensors = Arguments.of(self.catalog.op(recipe.problem.op), recipe.problem, META, recipe.layouts).tensors
         with torch.no_grad(), record() as records:
-            self._bound(recipe.problem, candidate, recipe.options)(*tensors)
+            self._bound(recipe.problem, candidate, recipe.options, recipe.units)(*tensors)
         return list(records)
 
     def _fit(self, found: Sequence[Any]) -> Outcome:
@@ -208,7 +213,26 @@ class Bench:
                 full=full,
                 starting=lambda case: self.starting(0),
             )
-            caught.append(Outcome(OK) if found.passed else Outcome(WRONG, found.detail[:500]))
+            caught.append(_outcome(found))
+        return caught[0]
+
+    def verify_whole(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """Hold one call at the problem's own sizes against the reference."""
+        op, implementation, config = self.catalog.op(problem.op), candidate.implementation, candidate.config
+        with self._caught() as caught:
+            self.starting(0)
+            arguments = self._arguments(problem)
+            found = verify_whole(
+                op,
+                implementation,
+                config,
+                problem,
+                self.device,
+                arguments,
+                self._references,
+                starting=lambda chunk: self.starting(0),
+            )
+            caught.append(_outcome(found))
         return caught[0]
 
     def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
@@ -284,6 +308,7 @@ class Bench:
 
     def _forget(self) -> None:
         self._tensors = None
+        self._references.clear()
         self._extra.clear()
         if self.torch_device.type == "cuda":
             gc.collect()
@@ -306,18 +331,15 @@ class Bench:
         return self._timer
 
     def _bound(
-        self, problem: Problem, candidate: Candidate, options: Fields | None = None
+        self, problem: Problem, candidate: Candidate, options: Fields | None = None, units: int = 0
     ) -> Callable[..., tuple[Any, ...]]:
         op = self.catalog.op(problem.op)
         needs = op.needs(problem) if problem.phase == BACKWARD else None
-        return candidate.implementation.bind(candidate.config, self.device, options or op.options_of(problem), needs)
+        device = replace(self.device, units=min(self.device.units, units)) if units else self.device
+        return candidate.implementation.bind(candidate.config, device, options or op.options_of(problem), needs)
 
     def _call(self, problem: Problem, candidate: Candidate) -> Callable[[], Any]:
-        """A call on tensors of the problem's sizes, which are kept until another problem's are wanted."""
-        if self._tensors is None or self._tensors[0] != problem:
-            self._forget()
-            self._tensors = problem, self._arguments(self.catalog.op(problem.op), problem, self.torch_device)
-        bound, tensors = self._bound(problem, candidate), self._tensors[1]
+        bound, tensors = self._bound(problem, candidate), self._arguments(problem).tensors
 
         def call() -> Any:  # noqa: ANN401
             with torch.no_grad():
@@ -325,30 +347,16 @@ class Bench:
 
         return call
 
-    def _arguments(
-        self, op: Op, problem: Problem, device: torch.device, layouts: tuple[str, str] = CONTIGUOUS
-    ) -> tuple[Any, ...]:
-        """What a launch function is given; tensors without values, on the meta device, come in layouts."""
-        meta = device.type == "meta"
+    def _arguments(self, problem: Problem) -> Arguments:
+        """Tensors of the problem's sizes, which are kept until another problem's are wanted."""
+        if self._tensors is None or self._tensors[0] != problem:
+            self._forget()
+            self._tensors = problem, Arguments.of(self.catalog.op(problem.op), problem, self.torch_device)
+        return self._tensors[1]
 
-        def put(tensor: torch.Tensor | None, layout: str) -> torch.Tensor | None:
-            return place(tensor, layout)[0] if meta and tensor is not None else tensor
 
-        inputs = tuple(put(x, layouts[0]) for x in op.example(problem, device, 0, "random"))
-        if problem.phase != BACKWARD:
-            return inputs
-        scheme, options, count = op.scheme(problem.scheme), op.options_of(problem), len(op.outputs)
-        with torch.no_grad():
-            results = (scheme.reference if scheme.saved and not meta else scheme.allocate)(*inputs, **options)
-            grads = tuple(
-                put(y if meta else gradient(y.shape, y.dtype, device, 1 + n, "random"), layouts[1])
-                if y.is_floating_point()
-                else None
-                for n, y in enumerate(results[:count])
-            )
-        there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
-        saved = (put(value, CONTIGUOUS[0]) for value in results[count:])
-        return (*grads, *(there[name] for name in scheme.saved_inputs), *saved)
+def _outcome(found: Verification) -> Outcome:
+    return Outcome(OK) if found.passed else Outcome(WRONG, found.detail[:500])
 
 
 def _cores() -> int:

@@ -92,9 +92,12 @@ def candidates(catalog: Catalog, problem: Problem, device: Device, budget: int |
         if reason is not None:
             rejected.append(Rejected(implementation.id, reason))
             continue
-        heuristic = implementation.heuristic(problem, device)
+        heuristic = implementation.propose(problem, device)
+        if isinstance(heuristic, str):
+            rejected.append(Rejected(implementation.id, heuristic))
+            continue
         found: list[Config] = []
-        for config in dict.fromkeys((heuristic, *implementation.space.configs(problem, device))):
+        for config in dict.fromkeys((heuristic, *implementation.configs(problem, device))):
             reason = implementation.why_illegal(config, problem, device, limit)
             if reason is None:
                 found.append(config)
@@ -112,9 +115,7 @@ def candidates(catalog: Catalog, problem: Problem, device: Device, budget: int |
 
 def in_order(catalog: Catalog, problem: Problem) -> list[Implementation]:
     """The implementations of a problem's phase in the order in which the heuristic tier tries them."""
-    order = {name: n for n, name in enumerate(catalog.op(problem.op).order.get(problem.phase, ()))}
-    there = catalog.implementations(problem.op, problem.scheme, problem.phase)
-    return sorted(there, key=lambda i: (not i.own, order.get(i.name, len(order))))
+    return catalog.in_order(problem)
 
 
 def cap(configs: Sequence[Config], heuristic: Config, most: int = MOST) -> list[Config]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
     Tensors = tuple[torch.Tensor | None, ...]
 
 CONTIGUOUS = ("guarded", "guarded")
-# Layout of inputs and of gradients by style; a gradient often comes expanded (`y.sum()`), transposed or as a slice.
+# Layout of inputs and of gradients by style; a gradient often comes expanded (`y.sum()`), transposed or as a slice, a
+# weight as a column, a slice or expanded.
 _LAYOUTS = {
     "random": CONTIGUOUS,
     "tail": ("guarded", "padded"),
     "spike": ("guarded", "scalar"),
-    "tiny": ("guarded", "transposed"),
+    "tiny": ("expanded", "transposed"),
     "shifted": ("padded", "rows"),
-    "zeros": CONTIGUOUS,
+    "zeros": ("strided", "strided"),
 }
 
 
 # Above this product of dims only some styles are tried.
 LARGE, FEW = 1 << 22, ("random", "tail")
+#: Units of a device on which every program of a persistent grid goes round several times within few rows.
+FEW_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Case:
         formula: the same by the model's own formula in its dtypes.
         magnitude: the size of the terms each element sums.
         buffers: the memory that inputs, gradients and saved tensors lie in.
+        units: of the device that a launch function is told of, at most; 0 for as many as it has.
     """
 
     label: str
@@ -62,6 +66,7 @@ class Case:
     formula: Mapping[str, torch.Tensor]
     magnitude: Mapping[str, torch.Tensor]
     buffers: tuple[torch.Tensor, ...]
+    units: int = 0
 
     @property
     def bytes(self) -> int:
@@ -241,6 +246,7 @@ class Recipe:
         seed: fixes their values.
         layouts: of inputs and gradients.
         options: in place of those the problem fixes.
+        units: of the device, at most; 0 for as many as it has.
     """
 
     problem: Problem
@@ -248,6 +254,7 @@ class Recipe:
     seed: int
     layouts: tuple[str, str]
     options: Fields | None = None
+    units: int = 0
 
     def make(self, op: Op, device: Any) -> Case:  # noqa: ANN401
         """The case."""
@@ -255,7 +262,7 @@ class Recipe:
         if self.options is not None:
             changed = ",".join(f"{k}={v}" for k, v in self.options.items() if v != own[k])
             label = f"{self.problem.dims.text} {changed}"
-        return make_case(
+        case = make_case(
             op,
             op.scheme(self.problem.scheme),
             self.problem,
@@ -266,10 +273,21 @@ class Recipe:
             layouts=self.layouts,
             label=label,
         )
+        return self.on_its_units(case)
+
+    def on_its_units(self, case: Case) -> Case:
+        """A case of the same recipe for the units of this one."""
+        return replace(case, units=self.units, label=f"{case.label} on {self.units} units") if self.units else case
 
 
 def recipes(
-    op: Op, problem: Problem, proxies: Sequence[Mapping[str, int]], styles: Sequence[str], seed: int, full: bool = True
+    op: Op,
+    problem: Problem,
+    proxies: Sequence[Mapping[str, int]],
+    styles: Sequence[str],
+    seed: int,
+    full: bool = True,
+    walk: Mapping[str, int] | None = None,
 ) -> list[Recipe]:
     """The cases of a problem's proxies.
 
@@ -280,6 +298,7 @@ def recipes(
         styles: of the inputs.
         seed: fixes the values.
         full: each style in its own layout; else the same values, all of them contiguous.
+        walk: sizes at which programs go round several times on a device of ``FEW_UNITS`` units; None leaves that out.
     """
     found: list[Recipe] = []
     for dims in proxies:
@@ -294,6 +313,12 @@ def recipes(
         options = other_options(op, small, op.example(small, "meta", seed, "random"))
         if options is not None:
             found.append(Recipe(small, "random", seed + 7, CONTIGUOUS, Fields(options)))
+    if walk is not None:
+        few = [style for style in FEW if style in styles] or [*styles[:1]]
+        for style in few if full else few[:1]:
+            own = seed + 1000 * STYLES.index(style)
+            layouts = _LAYOUTS[style] if full else CONTIGUOUS
+            found.append(Recipe(problem.having(**walk), style, own, layouts, units=FEW_UNITS))
     return found
 
 
@@ -316,6 +341,7 @@ class CaseCache:
         seed: int,
         device: Any,  # noqa: ANN401
         full: bool = True,
+        walk: Mapping[str, int] | None = None,
     ) -> Sequence[Callable[[], Case]]:
         """The cases of a problem's proxies, each made when it is called for; arguments are those of ``recipes``."""
         # Candidates differ in their proxies and problems in their rows, and many of the cases are the same.
@@ -325,11 +351,14 @@ class CaseCache:
             # Problems come one after the other: another one's cases are not asked for again soon.
             self.clear()
             self._group = group
-        key = (tuple(problem.having(**dims) for dims in proxies), tuple(styles), seed, full)
+        there = tuple(problem.having(**dims) for dims in proxies)
+        key = (there, tuple(styles), seed, full, None if walk is None else problem.having(**walk))
         if key not in self._recipes:
-            self._recipes[key] = recipes(op, problem, proxies, styles, seed, full)
+            self._recipes[key] = recipes(op, problem, proxies, styles, seed, full, walk)
 
         def at(recipe: Recipe) -> Case:
+            if recipe.units:  # the tensors are the same for any device
+                return recipe.on_its_units(at(replace(recipe, units=0)))
             case = self._cases.get((recipe, str(device)))
             if case is None:
                 case = recipe.make(op, device)

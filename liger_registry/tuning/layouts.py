@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 #: ``guarded`` is contiguous and 16-byte aligned, ``misaligned`` begins one element later; ``padded`` has gaps between
 #: rows, ``transposed`` the last two dimensions swapped in memory; ``rows`` repeats one row and ``scalar`` one element
-#: with strides of 0, as the gradients of ``y.mean(0)`` and ``y.sum()`` do.
-LAYOUTS = ("guarded", "misaligned", "padded", "transposed", "rows", "scalar")
+#: with strides of 0, as the gradients of ``y.mean(0)`` and ``y.sum()`` do. ``strided`` and ``expanded`` are for
+#: vectors such as weights: every second element, as of ``w[::2]``, and one repeated; other tensors are guarded.
+LAYOUTS = ("guarded", "misaligned", "padded", "transposed", "rows", "scalar", "strided", "expanded")
 
 _GUARD = 128  # elements; keeps a view of any dtype of at least one byte 16-byte aligned
 _INTEGER = 23130  # within the range of a vocabulary, so that a wild index is a wrong number before it is a crash
@@ -31,19 +32,23 @@ def poison(dtype: torch.dtype, huge: bool = False) -> float | int | bool:
     return 2.0**13 if huge else float("nan")
 
 
-def place(tensor: torch.Tensor, layout: str = "guarded") -> tuple[torch.Tensor, torch.Tensor]:
+def place(tensor: torch.Tensor, layout: str = "guarded", behind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The same values in a layout, and the flat buffer they lie in.
 
     Args:
-        tensor: any tensor of at least one dimension; scalars and vectors are only guarded or misaligned.
-        layout: one of ``LAYOUTS``. ``rows`` and ``scalar`` keep the first row or element alone.
+        tensor: any tensor; scalars are only guarded or misaligned, vectors neither padded nor transposed.
+        layout: one of ``LAYOUTS``. ``rows``, ``scalar`` and ``expanded`` keep the first row or element alone.
+        behind: elements of poison behind the tensor, beside those that are always there.
     """
     shape = tensor.shape
     if layout not in LAYOUTS:
         raise ValueError(f"no layout {layout!r}; there are {LAYOUTS}")
+    if layout == "expanded":
+        layout = "scalar" if tensor.dim() == 1 else "guarded"
     if layout in ("rows", "scalar") and tensor.numel() and tensor.dim():
         keep = tensor[(0,) * (tensor.dim() - 1)] if layout == "rows" else tensor.reshape(-1)[:1]
-        view, buffer = place(keep)
+        # Who takes it to be contiguous reads poison, not another tensor or what is no memory at all.
+        view, buffer = place(keep, behind=tensor.numel())
         return view.expand(shape), buffer
     strides = list(torch.empty(shape, device="meta").stride())
     if layout == "padded" and tensor.dim() >= 2:
@@ -51,9 +56,12 @@ def place(tensor: torch.Tensor, layout: str = "guarded") -> tuple[torch.Tensor, 
     elif layout == "transposed" and tensor.dim() >= 2:
         strides = list(torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride())
         strides[-2:] = strides[-1], strides[-2]
+    elif layout == "strided" and tensor.dim() == 1:
+        strides = [2]
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if tensor.numel() else 0
     start = _GUARD + (1 if layout == "misaligned" else 0)
-    buffer = torch.full((start + extent + _GUARD,), poison(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    size = start + extent + _GUARD + behind
+    buffer = torch.full((size,), poison(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
     view = buffer.as_strided(shape, strides, start)
     view.copy_(tensor)
     return view, buffer

@@ -51,7 +51,7 @@ def device_lock(torch_device: torch.device | str, timeout_s: float = 60.0) -> It
     except Timeout:
         raise TuningBusyError(
             f"another process is tuning on {torch_device}",
-            why=f"it has held {path} for more than {timeout_s:g} s",
+            why=f"it holds {path}" + (f", for more than {timeout_s:.3g} s" if timeout_s else ""),
             fix="wait until it is done, or tune on another device",
         ) from None
     try:

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-CUDA_EVENTS, CPU_CLOCK = "cuda-events-1", "cpu-clock-1"
+from liger_registry.device import CPU_CLOCK, CUDA_EVENTS
+
 #: The anchor's relative change above which a block is noisy.
 DRIFT = 0.03
 #: One call's time on the CPU, in seconds, above which a problem is left out.

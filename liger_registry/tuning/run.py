@@ -1,26 +1,27 @@
-"""One tuning run: what is known, what is missing, and the decision for each problem."""
+"""One tuning run: what is known, what is missing, and the decision for each problem.
+
+What an earlier run measured with the same code is not measured again. Failures that may have been the machine's
+(``provenance.TRANSIENT``) are tried again after a day, with another torch or version, or with ``force``.
+"""
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import TYPE_CHECKING
 
-from liger_registry.implementation import ANY, OWN_DISTRIBUTION, Implementation, source_hash
-from liger_registry.launch import triton_version
 from liger_registry.problem import SCHEME, Problem
-from liger_registry.table import NOISY, OK, PARTLY, Choice, Provenance, Sample, Stored
+from liger_registry.table import NOISY, OK, PARTLY, Choice, Sample, Stored
 from liger_registry.tuning.bench import Outcome, Runner
 from liger_registry.tuning.candidates import Candidate, candidates
 from liger_registry.tuning.choose import choose, is_noisy, least_gain, noise_of, standard
 from liger_registry.tuning.measure import CPU_CALL_S
+from liger_registry.tuning.provenance import believed, fresh, provenance_of
 from liger_registry.tuning.report import DEFAULT, FAILED, NOISE, NOTHING, REUSED, TOO_SLOW, TUNED, UNTUNED, Row
 from liger_registry.tuning.schemes import GAIN, scheme_row
-from liger_registry.tuning.verify import proxies_for
+from liger_registry.tuning.verify import proxies_for, walk_for
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
@@ -108,24 +109,15 @@ class Run:
 
     def _known(self, problem: Problem, legal: Mapping[Choice, Candidate]) -> dict[Choice, Sample]:
         samples = self.store.load(self.device, problem.op).samples_of(problem, self.protocol)
-        return {
-            s.choice: s
-            for s in samples
-            if s.choice in legal and self._fresh(s.provenance, legal[s.choice].implementation)
-        }
+        return {s.choice: s for s in samples if s.choice in legal and believed(s, legal[s.choice].implementation)}
 
     def _stored(self, problem: Problem, legal: Mapping[Choice, Candidate], default: Candidate) -> Stored | None:
         stored = self.store.load(self.device, problem.op).decision(problem, self.protocol)
         if stored is None or stored.choice not in legal or not stored.noise >= 0:
             return None
-        fresh = self._fresh(stored.provenance, legal[stored.choice].implementation)
+        today = fresh(stored.provenance, legal[stored.choice].implementation)
         # Another default than today's: the gain it was chosen for is another one too.
-        return stored if fresh and stored.default in legal and legal[stored.default].heuristic else None
-
-    def _fresh(self, provenance: Provenance, implementation: Implementation) -> bool:
-        # Plain PyTorch is the same with any Triton; the dispatcher judges staleness alike.
-        triton = implementation.capability.vendor == ANY or provenance.triton == triton_version()
-        return triton and provenance.source == source_hash(implementation.launch)
+        return stored if today and stored.default in legal and legal[stored.default].heuristic else None
 
     def _too_slow(self, problem: Problem, default: Candidate) -> str:
         if self.device.vendor not in ("cpu", "interpreter"):
@@ -152,7 +144,7 @@ class Run:
         self._check_time(f"compiling {len(missing)} candidates")
         found: dict[Choice, Sample] = {}
         ready: list[Candidate] = []
-        for candidate, outcome in zip(missing, self._ready().compile(problem, missing, full=False), strict=True):
+        for candidate, outcome in zip(missing, self._compile(problem, missing, full=False), strict=True):
             # One that died while compiling says nothing of the others: these compile as they run.
             if outcome.status in (OK, ""):
                 ready.append(candidate)
@@ -165,10 +157,13 @@ class Run:
             if outcome.status == OK:
                 outcome = self._ready().measure(problem, [candidate], QUICK_US, GIVEN_UP * best)[0]
                 best = min(best, outcome.time_us or math.inf)
-            if outcome.status == OK and not self._passed(problem, candidate):
+            if outcome.status == OK:
                 outcome = replace(outcome, detail=PARTLY)
             found.update(self._record(problem, [(candidate, outcome)]))
         return found
+
+    def _compile(self, problem: Problem, wanted: Sequence[Candidate], full: bool) -> list[Outcome]:
+        return self._ready().compile(problem, wanted, full=full) if wanted else []
 
     def _verify(self, problem: Problem, candidate: Candidate, full: bool) -> Outcome:
         key = self._proof(problem, candidate)
@@ -186,8 +181,11 @@ class Run:
     def _proof(self, problem: Problem, candidate: Candidate) -> object:
         # Problems whose proxies are equal, as all row buckets of one width, are verified by the same cases.
         op = self.catalog.op(problem.op)
-        proxies = proxies_for(op, candidate.implementation, candidate.config, problem, self.device)
-        return candidate.implementation.key, candidate.config, tuple(problem.having(**dims) for dims in proxies)
+        implementation, config = candidate.implementation, candidate.config
+        proxies = proxies_for(op, implementation, config, problem, self.device)
+        walk = walk_for(op, implementation, config, problem, self.device, proxies)
+        sizes = tuple(None if dims is None else problem.having(**dims) for dims in (*proxies, walk))
+        return implementation.key, config, sizes
 
     # -- the decision ----------------------------------------------------------------------------------------------
 
@@ -254,6 +252,8 @@ class Run:
     ) -> tuple[list[Candidate], Candidate]:
         """The best three and the default, all of which passed verification in full, and which of them is the default.
 
+        In full is with tensors of every layout, and once at the problem's own sizes.
+
         What fails is recorded, and the next best takes its place. Of each implementation the fastest config and the
         heuristic's are verified too, because they serve where it is pinned, or where nothing was measured.
         """
@@ -264,18 +264,25 @@ class Run:
             finalists = [*able[:FINALISTS], *([] if default in able[:FINALISTS] else [default])]
             fastest = {c.implementation.id: c for c in reversed(able)}
             asked = [*finalists, *(c for c in able if c.heuristic or fastest[c.implementation.id] is c)]
-            fresh = list({c.choice: c for c in asked if not known[c.choice].verified}.values())
-            if not fresh:
+            unproven = list({c.choice: c for c in asked if not known[c.choice].verified}.values())
+            if not unproven:
                 return finalists, default
-            self._check_time(f"verifying {len(fresh)} candidates in full")
-            for candidate, outcome in zip(fresh, self._ready().compile(problem, fresh, full=True), strict=True):
+            self._check_time(f"verifying {len(unproven)} candidates in full")
+            uncompiled = [c for c in unproven if not self._passed(problem, c)]
+            compiled = dict(
+                zip((c.choice for c in uncompiled), self._compile(problem, uncompiled, full=True), strict=True)
+            )
+            for candidate in unproven:
+                outcome = compiled.get(candidate.choice, Outcome(OK))
                 if outcome.status in (OK, ""):
                     outcome = self._verify(problem, candidate, full=True)
+                if outcome.status == OK:
+                    outcome = self._ready().verify_whole(problem, candidate)
                 if outcome.status != OK:
                     known.update(self._record(problem, [(candidate, outcome)]))
                 else:
                     known[candidate.choice] = replace(known[candidate.choice], detail="")
-            proven = [s for c in fresh if (s := known[c.choice]).verified]
+            proven = [s for c in unproven if (s := known[c.choice]).verified]
             self.store.record(self.device, problem.op, samples=proven)
         return [], default
 
@@ -316,7 +323,14 @@ class Run:
         winner = legal[choose(times, default.choice, legal, least_gain(best))]
         time_us, standard_us = times[winner.choice], times[default.choice]
         decision = Stored(
-            problem, winner.choice, time_us, default.choice, standard_us, noise, self.protocol, self._provenance(winner)
+            problem,
+            winner.choice,
+            time_us,
+            default.choice,
+            standard_us,
+            noise,
+            self.protocol,
+            provenance_of(winner.implementation, self._about),
         )
         self.store.record(self.device, problem.op, decisions=[decision], samples=samples)
         word = TUNED if winner is not default else NOISE if noisy else DEFAULT
@@ -340,7 +354,16 @@ class Run:
 
     def _samples(self, problem: Problem, pairs: Sequence[tuple[Candidate, Outcome]]) -> list[Sample]:
         return [
-            Sample(problem, c.choice, o.status, o.time_us, o.extra_bytes, o.detail, self.protocol, self._provenance(c))
+            Sample(
+                problem,
+                c.choice,
+                o.status,
+                o.time_us,
+                o.extra_bytes,
+                o.detail,
+                self.protocol,
+                provenance_of(c.implementation, self._about),
+            )
             for c, o in pairs
         ]
 
@@ -352,19 +375,6 @@ class Run:
         pairs = zip(timed, outcomes, strict=True)
         return [(c, replace(o, detail=known[c.choice].detail) if o.status == OK else o) for c, o in pairs]
 
-    def _provenance(self, candidate: Candidate) -> Provenance:
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        distribution = candidate.implementation.distribution or OWN_DISTRIBUTION
-        return Provenance(
-            triton=triton_version(),
-            source=source_hash(candidate.implementation.launch),
-            torch=self._about.get("torch", ""),
-            driver=self._about.get("driver", ""),
-            date=now,
-            clocks=self._about.get("clocks", ""),
-            package=_package(distribution),
-        )
-
     def _ready(self) -> Runner:
         if self._runner is None:
             self._runner = self.start()
@@ -375,10 +385,3 @@ class Run:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime
         self.telling(text)
-
-
-def _package(distribution: str) -> str:
-    try:
-        return f"{distribution} {metadata.version(distribution)}"
-    except metadata.PackageNotFoundError:
-        return distribution

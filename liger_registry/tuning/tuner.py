@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from liger_registry.device import Device
-from liger_registry.errors import SettingError
+from liger_registry.errors import SettingError, TuningBusyError
 from liger_registry.problem import Problem
 from liger_registry.tuning.bench import Bench, Runner
 from liger_registry.tuning.lock import device_lock
 from liger_registry.tuning.measure import protocol_of
 from liger_registry.tuning.report import Progress, Row, TuneReport
-from liger_registry.tuning.run import Run
+from liger_registry.tuning.run import OutOfTime, Run
 from liger_registry.tuning.worker import CATALOG, DEFAULT_LIMITS, Limits, Worker, load
 
 if TYPE_CHECKING:
@@ -54,14 +55,16 @@ def tune(
         device: the device that the decisions are for.
         store: where samples and decisions go, each as soon as it is known.
         torch_device: where tensors lie; by default the present device that ``device`` describes.
-        budget_s: seconds after which nothing new is begun; the report says what is untuned.
+        budget_s: seconds after which nothing new is begun; the report says what is untuned. They bound the wait for
+            another tuner too.
         force: measure everything anew.
         progress: told before each candidate and after each problem.
         catalog_source: ``module:function`` from which the worker builds the same catalogue.
         clock_source: ``module:function`` in place of the wall clock on the CPU; for tests.
         isolate: run candidates in a worker process. Without one, a candidate that aborts takes this process with it.
         limits: how long the worker may be silent.
-        lock_timeout_s: seconds to wait for another tuner on the device; negative waits for as long as it takes.
+        lock_timeout_s: seconds to wait for another tuner on the device; negative waits for as long as it takes, or
+            until ``budget_s`` is up, which leaves the problems untuned.
 
     Raises:
         TuningBusyError: another tuner holds the device.
@@ -73,7 +76,13 @@ def tune(
     with contextlib.ExitStack() as stack:
 
         def start() -> Runner:
-            stack.enter_context(device_lock(place, lock_timeout_s))
+            left = math.inf if run.deadline is None else max(0.0, run.deadline - time.monotonic())
+            try:
+                stack.enter_context(device_lock(place, _wait_s(lock_timeout_s, left)))
+            except TuningBusyError:
+                if lock_timeout_s < 0:  # it was the time that was up
+                    raise OutOfTime from None
+                raise
             runner: Runner
             if isolate and os.name == "posix":
                 runner = Worker(device, str(place), catalog_source, clock_source, limits)
@@ -100,6 +109,13 @@ def tune(
             if progress is not None:
                 progress(Progress(problem, done + 1, len(asked), "done", rows[-1]))
     return TuneReport(tuple(rows), time.monotonic() - began, device.fingerprint)
+
+
+def _wait_s(timeout_s: float, left_s: float) -> float:
+    """How long to wait for the device: no longer than the time that is left; negative for as long as it takes."""
+    if timeout_s < 0:
+        return -1.0 if left_s == math.inf else left_s
+    return min(timeout_s, left_s)
 
 
 def _tell(progress: Callable[[Progress], None], problem: Problem, done: int, total: int, text: str) -> None:

@@ -1,7 +1,9 @@
 """Verification: a candidate's results against the reference in float64, where faults have nowhere to hide.
 
-Sizes are the contract's proxies (the same code and divisibility, a few tiles and a tail), inputs are of every style,
-memory that nobody wrote is poisoned, scratch is dirty, and neither inputs nor what lies around them may change.
+Sizes are the contract's proxies (the same code and divisibility, a tail), inputs are of every style, memory that nobody
+wrote is poisoned, scratch is dirty, and neither inputs nor what lies around them may change. A device has more units
+than proxies have tiles, so programs that walk over the rows are also verified on one of few units, where each goes
+round at least twice. What depends on the number of rows itself is left to ``whole``.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from liger_registry.examples import STYLES
 from liger_registry.implementation import Implementation
 from liger_registry.op import DimKind, Op
 from liger_registry.problem import BACKWARD, Problem, bucket
-from liger_registry.tuning.cases import Case, CaseCache, evaluate, reduced
+from liger_registry.tuning.cases import FEW_UNITS, LARGE, Case, CaseCache, evaluate, reduced
 from liger_registry.tuning.layouts import Poisoned, bits, dirty
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
 
-__all__ = ["Verification", "evaluate", "proxies_for", "run_case", "verify"]
+    Tensors = tuple[torch.Tensor | None, ...]
+    Bound = tuple[tuple[str, ...], Tensors, Any, tuple[bool, ...]]
+
+__all__ = ["Verification", "evaluate", "proxies_for", "run_case", "verify", "walk_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def proxies_for(
     """
 
     def legal(dims: Mapping[str, int]) -> bool:
-        return implementation.space.why_illegal(config, problem.having(**dims), device) is None
+        return implementation.why_illegal(config, problem.having(**dims), device) is None
 
     proxies = op.proxies(problem)
     found = tuple(dims for dims in proxies if legal(dims))
@@ -78,6 +83,36 @@ def proxies_for(
     return (*found, {})
 
 
+def walk_for(
+    op: Op,
+    implementation: Implementation,
+    config: Config,
+    problem: Problem,
+    device: Device,
+    proxies: Sequence[Mapping[str, int]],
+) -> Mapping[str, int] | None:
+    """The sizes at which every program of a persistent grid on ``FEW_UNITS`` units goes round twice, with a tail.
+
+    They are the largest of the proxies, or more rows if the config's ``programs_per_unit`` and ``block_rows`` say that
+    those are one round. None where even the proxies are large, which takes a config that is legal nowhere else.
+    """
+    largest = max(proxies, key=lambda dims: _elements(problem.having(**dims)), default=None)
+    if largest is None or _elements(problem.having(**largest)) > LARGE:
+        return None
+    buckets = [name for name, kind in op.dims.items() if kind is DimKind.BUCKET]
+    programs, rows = config.get("programs_per_unit", 0), config.get("block_rows", 1)
+    if len(buckets) == 1 and isinstance(programs, int) and isinstance(rows, int):
+        here = int(getattr(problem.having(**largest), buckets[0]))
+        grown = {**largest, buckets[0]: max(here, 2 * FEW_UNITS * programs * rows + 5)}
+        if implementation.why_illegal(config, problem.having(**grown), device) is None:
+            return grown
+    return largest
+
+
+def _elements(problem: Problem) -> int:
+    return math.prod(int(getattr(problem, name)) for name in problem.dims)
+
+
 def verify(
     op: Op,
     implementation: Implementation,
@@ -89,6 +124,7 @@ def verify(
     seed: int = 0,
     styles: Sequence[str] = STYLES,
     proxies: Sequence[Mapping[str, int]] | None = None,
+    walk: Mapping[str, int] | None = None,
     cache: CaseCache | None = None,
     full: bool = True,
     starting: Callable[[int], None] = lambda index: None,
@@ -105,6 +141,7 @@ def verify(
         seed: fixes the inputs.
         styles: of the inputs.
         proxies: sizes in place of the contract's.
+        walk: sizes for a device of few units; with ``proxies`` alone, there are none.
         cache: cases to share with other candidates of the same problem.
         full: with tensors of every layout; else with contiguous ones alone, which says that a candidate is worth timing
             and not yet that it may serve.
@@ -115,7 +152,8 @@ def verify(
     """
     if proxies is None:
         proxies = proxies_for(op, implementation, config, problem, device)
-    cases = (cache or CaseCache(0)).get(op, problem, proxies, styles, seed, torch_device, full)
+        walk = walk_for(op, implementation, config, problem, device, proxies)
+    cases = (cache or CaseCache(0)).get(op, problem, proxies, styles, seed, torch_device, full, walk)
     verdicts: list[Verdict] = []
     for index, make in enumerate(cases):
         starting(index)
@@ -139,23 +177,25 @@ def run_case(
         device: the device it is verified for.
         huge: poison memory with large numbers instead of NaN.
     """
-    names, tensors, call, needs = _call(op, implementation, config, case, device)
+    names, tensors, call, needs = call_of(op, implementation, config, case, device)
+    # Of the sizes that results have, since scratch often has them too.
+    sizes = sorted({t.numel() * t.element_size() for t in case.formula.values()})
     before = [bits(buffer).clone() for buffer in case.buffers]
     verdicts: list[Verdict] = []
     try:
-        results = _poisoned(call, tensors, case, huge)
-        problem = _shape_of(results, names, needs, case) or _strides_of(results, op, case)
+        results = run_poisoned(call, tensors, sizes, huge)
+        problem = shape_fault(results, names, needs, case) or _strides_of(results, op, case)
         if problem:
-            return [_fault(case, "results", problem)]
+            return [fault(case.label, "results", problem)]
         found = {name: result for name, result in zip(names, results, strict=True) if result is not None}
-        verdicts = [_judge(op, case, name, result) for name, result in found.items()]
+        verdicts = [judge_result(op, case, name, result) for name, result in found.items()]
         if implementation.deterministic:
             # The other poison: equal bits also show that nothing undefined took part.
-            again = dict(zip(names, _poisoned(call, tensors, case, not huge), strict=True))
+            again = dict(zip(names, run_poisoned(call, tensors, sizes, not huge), strict=True))
             second = [torch.empty(0) if again[name] is None else bits(again[name]) for name in found]
             same = _same([bits(result) for result in found.values()], second)
             verdicts += [
-                _fault(case, name, "declared deterministic, but a second run gives other bits")
+                fault(case.label, name, "declared deterministic, but a second run gives other bits")
                 for name, equal in zip(found, same, strict=True)
                 if not equal
             ]
@@ -165,30 +205,46 @@ def run_case(
         for number in changed:  # the case may be another candidate's next
             case.buffers[number].copy_(before[number].view(case.buffers[number].dtype))
     if changed:
-        verdicts.append(_fault(case, "inputs", "it wrote into its inputs, or beside them"))
+        verdicts.append(fault(case.label, "inputs", "it wrote into its inputs, or beside them"))
     return verdicts
 
 
-def _call(
-    op: Op, implementation: Implementation, config: Config, case: Case, device: Device
-) -> tuple[tuple[str, ...], tuple[torch.Tensor | None, ...], Any, tuple[bool, ...]]:
+def call_of(op: Op, implementation: Implementation, config: Config, case: Case, device: Device) -> Bound:
+    """What a candidate is called with for a case, and how."""
+    if case.units:
+        device = replace(device, units=min(device.units, case.units))
+    tensors = case.inputs, case.grad_outputs, case.saved
+    return bind_results(op, implementation, config, case.problem, device, *tensors, options=case.options)
+
+
+def bind_results(
+    op: Op,
+    implementation: Implementation,
+    config: Config,
+    problem: Problem,
+    device: Device,
+    inputs: Tensors,
+    grad_outputs: Tensors,
+    saved: Tensors,
+    options: Mapping[str, Any] | None = None,
+) -> Bound:
     """Names of the results, the arguments, the bound launch function, and which results are wanted."""
-    scheme = op.scheme(case.problem.scheme)
-    if case.problem.phase != BACKWARD:
+    scheme, options = op.scheme(problem.scheme), op.options_of(problem) if options is None else options
+    if problem.phase != BACKWARD:
         names = (*op.outputs, *scheme.saved)
-        return names, case.inputs, implementation.bind(config, device, case.options), (True,) * len(names)
-    there = dict(zip((i.name for i in op.inputs), case.inputs, strict=True))
-    needs = op.needs(case.problem)
+        return names, inputs, implementation.bind(config, device, options), (True,) * len(names)
+    there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
+    needs = op.needs(problem)
     saved_inputs = tuple(there[name] for name in scheme.saved_inputs)
     names = tuple(f"grad_{name}" for name in op.differentiable)
-    call = implementation.bind(config, device, case.options, needs)
-    return names, (*case.grad_outputs, *saved_inputs, *case.saved), call, needs
+    call = implementation.bind(config, device, options, needs)
+    return names, (*grad_outputs, *saved_inputs, *saved), call, needs
 
 
-def _poisoned(call: Any, tensors: Sequence[torch.Tensor | None], case: Case, huge: bool) -> tuple[Any, ...]:  # noqa: ANN401
+def run_poisoned(call: Any, tensors: Tensors, sizes: Sequence[int], huge: bool) -> tuple[Any, ...]:  # noqa: ANN401
+    """The results of a call to which memory that nobody wrote is poison; scratch of ``sizes`` bytes is dirty."""
     place = next(t.device for t in tensors if t is not None)
-    # Of the sizes that results have, since scratch often has them too.
-    dirty(place, sorted({t.numel() * t.element_size() for t in case.formula.values()}), huge)
+    dirty(place, sizes, huge)
     guard: Any = torch.cuda.device(place) if place.type == "cuda" else nullcontext()
     with guard, torch.no_grad(), Poisoned(huge):
         results = call(*tensors)
@@ -205,7 +261,7 @@ def _same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> list[
     return [fit and next(equal) for fit in fits]
 
 
-def _shape_of(results: Sequence[Any], names: Sequence[str], needs: Sequence[bool], case: Case) -> str:
+def shape_fault(results: Sequence[Any], names: Sequence[str], needs: Sequence[bool], case: Case) -> str:
     """What is wrong with the results before a number is looked at; empty if nothing is."""
     if len(results) != len(names):
         return f"{len(results)} of them, not {len(names)} ({', '.join(names)})"
@@ -237,16 +293,18 @@ def _strides_of(results: Sequence[torch.Tensor], op: Op, case: Case) -> str:
     return ""
 
 
-def _judge(op: Op, case: Case, name: str, result: torch.Tensor) -> Verdict:
+def judge_result(op: Op, case: Case, name: str, result: torch.Tensor) -> Verdict:
+    """The verdict on one result of a case."""
     truth, formula = case.truth[name], case.formula[name]
     if not formula.is_floating_point():
         same = result.shape == formula.shape and result.dtype == formula.dtype
         if same and bool(((result == formula) | (result == truth)).all()):
             return Verdict(f"{case.label}: {name}", 0.0, 0.0, 0.0, 0.0)
-        return _fault(case, name, "its integers differ from the reference's")
+        return fault(case.label, name, "its integers differ from the reference's")
     verdict = judge(name, result, truth, formula, case.magnitude[name], reduced(op, name, case.problem))
     return replace(verdict, name=f"{case.label}: {name}")
 
 
-def _fault(case: Case, name: str, problem: str) -> Verdict:
-    return Verdict(f"{case.label}: {name}", math.inf, 0.0, math.inf, 0.0, problem)
+def fault(label: str, name: str, problem: str) -> Verdict:
+    """A verdict on what no number tells."""
+    return Verdict(f"{label}: {name}", math.inf, 0.0, math.inf, 0.0, problem)

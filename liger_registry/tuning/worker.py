@@ -102,6 +102,10 @@ class Worker:
         limit = self._limits.compile_s if self._gpu else self._limits.candidate_s
         return self._step("verify", problem, [candidate], limit, full=full)[0]
 
+    def verify_whole(self, problem: Problem, candidate: Candidate) -> Outcome:
+        """Hold one call at the problem's own sizes against the reference."""
+        return self._step("verify_whole", problem, [candidate], self._limits.candidate_s)[0]
+
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
     ) -> list[Outcome]:
@@ -269,6 +273,8 @@ def _serve(bench: Bench, request: Mapping[str, Any]) -> Any:  # noqa: ANN401
         outcomes = bench.compile(problem, candidates, request["full"])
     elif request["do"] == "verify":
         outcomes = [bench.verify(problem, candidates[0], request["full"])]
+    elif request["do"] == "verify_whole":
+        outcomes = [bench.verify_whole(problem, candidates[0])]
     else:
         outcomes = [bench.probe(problem, candidates[0])]
     return [outcome.to_json() for outcome in outcomes]

@@ -43,6 +43,17 @@ def test_every_verb_has_help_with_json_and_exit_codes(verb: str, tune: Callable[
     assert "Exit codes" in text
 
 
+@pytest.mark.parametrize("arguments", [("-h",), *((verb, "-h") for verb in VERBS)])
+def test_h_is_help(arguments: tuple[str, ...], tune: Callable[..., Any]) -> None:
+    assert tune(*arguments).stdout == tune(*arguments[:-1], "--help").stdout
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "liger_registry", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("liger-registry ")
+
+
 def test_version(tune: Callable[..., Any]) -> None:
     from liger_registry import __version__
 
@@ -94,6 +105,88 @@ def test_an_error_is_text_on_stderr_without_a_traceback(tune: Callable[..., Any]
 def test_a_setting_that_cannot_be_understood(tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_TUNE_MODE", "sometimes")
     assert "LIGER_TUNE_MODE" in tune("list", code=2).stderr
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prune", "--older-than", "9999y"),
+        ("prune", "--older-than", "999999d"),
+        ("prune", "--older-than", "2026-13-45"),
+        ("prune", "--older-than", "0000-01-01"),
+        ("prune", "--older-than", f"{MANY}d"),
+        ("prune", "--older-than", "-1d"),
+        ("prune", "--older-than", "nand"),
+        ("warmup", "--batch", MANY),
+        ("warmup", "--seq", MANY),
+        ("warmup", "--batch", str(2**39), "--seq", str(2**39)),
+        ("warmup", "--seq", "nan"),
+        ("warmup", "--budget-s", MANY),
+        ("warmup", "--budget-s", "inf"),
+        ("warmup", "--budget-s", "-1"),
+        ("warmup", "--budget-s", "-inf"),
+        ("explain", "rms_norm", "--rows", MANY, "--hidden", "8"),
+        ("explain", "rms_norm", "--dim", f"rows=8,hidden={MANY}"),
+        ("explain", "rms_norm", "--rows", "8", "--hidden", "nan"),
+        ("compile", "--sample", "-3"),
+        ("compile", "--sample", "0"),
+        ("compile", "--sample", MANY[:4000]),
+        ("compile", "--processes", "-1"),
+        ("compile", "--processes", "0"),
+        ("compile", "--processes", MANY[:4000]),
+        ("verify", "--configs", "0"),
+        ("verify", "--configs", "-3"),
+        ("verify", "--configs", MANY[:4000]),
+        ("verify", "--seed", "-1"),
+        ("verify", "--seed", MANY[:4000]),
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_numbers_that_cannot_be_used(arguments: tuple[str, ...], tune: Callable[..., Any]) -> None:
+    result = tune(*arguments, code=2)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "\n  fix: " in result.stderr or "\n  candidates: " in result.stderr
+    assert len(result.stderr) < 1000
+
+
+@pytest.mark.parametrize("verb", ["warmup", "compile", "verify"])
+@pytest.mark.parametrize("option", ["--budget-s", "--sample", "--processes", "--configs", "--seed"])
+def test_numbers_that_the_parser_turns_down(verb: str, option: str, tune: Callable[..., Any]) -> None:
+    for text in ("x", MANY):
+        tune(verb, option, text, code=2)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["x", "-1", MANY, "1.5"])
+def test_a_rank_that_is_no_number(
+    name: str, value: str, tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = tune("warmup", "qwen3-0.6b", "--device", "cpu", "--seq", 8, "--budget-s", 1e-9, code=2)
+    assert name in result.stderr
+
+
+@pytest.mark.parametrize("value", ["9" * 400, MANY, "lots"])
+def test_a_budget_that_is_no_size(value: str, tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", value)
+    assert "LIGER_MEMORY_BUDGET" in tune("list", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("warmup", "m" * 5000), 2),
+        (("import", "m" * 5000), 3),
+        (("export", "m" * 5000), 3),
+        (("merge", "m" * 5000, "-o", "x"), 3),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_path(arguments: tuple[str, ...], code: int, tune: Callable[..., Any]) -> None:
+    assert tune(*arguments, code=code).stderr.startswith("error: ")
 
 
 def test_warnings_of_this_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

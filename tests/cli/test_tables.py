@@ -32,7 +32,7 @@ def dated(date: str, **changes: object) -> Callable[[dict[str, Any]], None]:
 
 
 def test_list(warmed: Path, tune_json: Callable[..., Any]) -> None:
-    rows = tune_json("list")
+    rows = tune_json("list", "--store", "user")
     assert len(rows) == 6
     for row in rows:
         assert (row["op"], row["store"], row["root"], row["stale"]) == ("rms_norm", "user", str(warmed), "")
@@ -66,7 +66,7 @@ def test_list_reads_the_search_path(
     cluster.mkdir(mode=0o755)
     tune("export", cluster)
     monkeypatch.setenv("LIGER_TUNE_TABLES", str(cluster))
-    assert {row["store"] for row in tune_json("list")} == {"user", "cluster"}
+    assert {row["store"] for row in tune_json("list", "--device", "cpu")} == {"user", "cluster"}
 
 
 def test_list_of_nothing(tune: Callable[..., Any]) -> None:
@@ -197,7 +197,7 @@ def test_merge_of_files_and_directories(warmed: Path, tmp_path: Path, tune: Call
     edit(old, lambda d: dated("2020-01-01", time_us=7.0)(d["tables"][0]))
     edit(new, lambda d: dated("2021-01-01", time_us=5.0)(d["tables"][0]))
     for sources in ((old, new), (new, old)):
-        assert "1 tables, 6 decisions from 2 sources" in tune("merge", *sources, "-o", out, "--force").stdout
+        assert "1 table, 6 decisions from 2 sources" in tune("merge", *sources, "-o", out, "--force").stdout
         assert json.loads(out.read_text())["tables"][0]["decisions"][0]["time_us"] == 5.0
     tune("merge", old, new, "-o", out, code=3)
     directory = tmp_path / "shipped"
@@ -267,3 +267,57 @@ def test_prune_keeps_what_belongs_to_a_plugin_that_is_only_not_loaded_now(warmed
     assert reason(of("cuda:theirs", "")) == ""
     assert "cuda:ours_of_old" in reason(of("cuda:ours_of_old", "liger-registry 0.0.1"))
     assert reason(stored) == ""
+
+
+def test_a_device_that_no_table_and_nobody_knows(warmed: Path, tmp_path: Path, tune: Callable[..., Any]) -> None:
+    from liger_registry.cli import _archive
+    from liger_registry.runtime import Registry
+    from liger_registry.table import Table
+
+    for arguments in (("export", tmp_path / "out.json"), ("prune",), ("list",)):
+        result = tune(*arguments, "--device", "h999", code=2)
+        assert "h999" in result.stderr
+        assert "  fix: " in result.stderr
+    # Known by a table, by its name or by another name of it.
+    unit = Registry().user_store.devices()[0][2]
+    for name in (unit, unit.rpartition("-")[0], "cpu", "cuda", "sm_90", "h100", "sm_90-78u-64g"):
+        tune("prune", "--dry-run", "--device", name)
+    tables = [Table(("cuda", "sm_90", "h100-sxm-132"), "rms_norm"), Table(("cuda", "sm_90", "odd-7"), "rms_norm")]
+    assert _archive.selected(tables, (), ("h100",)) == tables[:1]
+    assert _archive.selected(tables, (), ("odd",)) == tables[1:]
+    assert _archive.selected(tables, (), ("sm_90",)) == tables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        (("import", "FILE"), "{"),
+        (("import", "FILE"), "{}"),
+        (("import", "FILE"), '{"export": 7}'),
+        (("import", "FILE"), '{"export": 1, "tables": [3]}'),
+        (("import", "FILE"), None),
+        (("merge", "FILE", "-o", "/proc/x.json"), "{}"),
+        (("export", "/proc/x.json"), ""),
+        (("warmup", "FILE", "--device", "cpu"), "[]"),
+        (("warmup", "FILE", "--device", "cpu"), '{"model_type": "unheard-of"}'),
+        (("list", "--store", "bogus"), ""),
+        (("prune", "--older-than", "soon"), ""),
+        (("verify", "--implementation", "nope", "--device", "cpu"), ""),
+        (("explain", "rms_norm", "--rows", "8", "--hidden", "8", "--phase", "sideways"), ""),
+        (("explain", "rms_norm", "--rows", "8", "--hidden", "8", "--needs", "q"), ""),
+        (("explain", "rms_norm", "--rows", "8", "--hidden", "8", "--dtype", "y="), ""),
+        (("explain", "rms_norm", "--rows", "8", "--hidden", "8", "--flag", "nope=1"), ""),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else None,
+)
+def test_every_error_says_the_way_out(
+    warmed: Path, tmp_path: Path, tune: Callable[..., Any], arguments: tuple[str, ...], content: str | None
+) -> None:
+    file = tmp_path / "foo.json"
+    if content is not None:
+        file.write_text(content)
+    result = tune(*(str(file) if part == "FILE" else part for part in arguments), code=None)
+    assert result.exit_code in (2, 3)
+    assert "\n  fix: " in result.stderr
+    if "FILE" in arguments:
+        assert "foo.json" in result.stderr

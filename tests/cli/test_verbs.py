@@ -49,6 +49,18 @@ def test_explain_for_a_device_that_is_not_there(tune_json: Callable[..., Any]) -
     assert found["problem"]["flags"]["needs"] == "x"
 
 
+def test_explain_is_for_the_interpreter_where_it_is_asked_for(
+    tune_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LIGER_INTERPRET", "1")
+    assert {e["device"].split("/")[0] for e in tune_json("explain", "rms_norm", *SIZES)} == {"interpreter"}
+    monkeypatch.setenv("LIGER_INTERPRET", "0")
+    assert {e["device"].split("/")[0] for e in tune_json("explain", "rms_norm", *SIZES)} == {"cpu"}
+
+
 def test_explain_prints_every_tier_that_was_asked(tune: Callable[..., Any]) -> None:
     text = tune("explain", "rms_norm", *SIZES, "--device", "cpu", "--phase", "forward").stdout
     for tier in ("pinned", "plan", "exact", "stale", "near", "shipped", "sibling", "heuristic"):
@@ -72,6 +84,13 @@ def test_explain_prints_every_tier_that_was_asked(tune: Callable[..., Any]) -> N
 )
 def test_explain_turns_down(arguments: tuple[object, ...], tune: Callable[..., Any]) -> None:
     assert tune("explain", "rms_norm", *arguments, code=2).stderr
+
+
+def test_explain_names_what_it_does_not_know(tune: Callable[..., Any]) -> None:
+    assert "'hiden'" in tune("explain", "rms_norm", "--rows", 4, "--hiden", 8, code=2).stderr
+    text = tune("explain", "rms_norm", "--rows", "four", "--hidden", 8, code=2).stderr
+    assert "--rows four is no positive integer" in text
+    assert "comma" not in text
 
 
 def test_verify(model: Path, tune: Callable[..., Any], tune_json: Callable[..., Any]) -> None:
@@ -160,6 +179,9 @@ def test_doctor(warmed: Path, tune: Callable[..., Any], tune_json: Callable[...,
     text = tune("doctor").stdout
     assert "- torch: " in text
     assert "[ok] the cache directory can be written" in text
+    for raw in ("[]", "()", "None", "False", "warp_size"):
+        assert raw not in text
+    assert "1 op, 6 decisions" in text
 
 
 def test_doctor_finds_a_cache_that_cannot_be_written(cache: Path, tune: Callable[..., Any]) -> None:
@@ -177,6 +199,8 @@ def test_compile_turns_down(tune: Callable[..., Any]) -> None:
     tune("compile", "--device", "nothing", code=2)
     tune("compile", "--op", "nothing", code=2)
     tune("compile", "--all", "--sample", 3, code=2)
+    for device in ("cpu", "interpreter", "h100,cpu"):
+        assert "nothing to compile for" in tune("compile", "--device", device, code=2).stderr
 
 
 def test_compile_without_triton(tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +214,26 @@ def test_a_sample_is_spread_and_the_same_every_time() -> None:
     from liger_registry.cli._records import sampled
 
     found: list[Any] = list(range(100))
-    chosen = sampled(found, 10)
-    assert chosen == sampled(found, 10)
+    chosen = sampled(found, 10, lambda job: 0)
+    assert chosen == sampled(found, 10, lambda job: 0)
     assert len(set(chosen)) == 10
     assert {job % 2 for job in chosen} == {0, 1}
     assert min(chosen) < 10
     assert max(chosen) >= 90
-    assert sampled(found, 1000) == found
+    assert sampled(found, 1000, lambda job: 0) == found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20, 70, 99])
+def test_every_implementation_has_its_share_of_a_sample(count: int) -> None:
+    from liger_registry.cli._records import sampled
+
+    sizes = {"a": 80, "b": 2, "c": 18}
+    found: list[Any] = [(name, n) for name, size in sizes.items() for n in range(size)]
+    chosen: list[Any] = sampled(found, count, lambda job: job[0])  # type: ignore[index]
+    assert len(chosen) == len(set(chosen)) == count
+    assert len({name for name, _ in chosen}) == min(count, 3)
+    if count > 6:
+        assert {n % 2 for _, n in chosen} == {0, 1}
 
 
 def test_json_is_all_there_is_on_stdout(warmed: Path, tune: Callable[..., Any]) -> None:

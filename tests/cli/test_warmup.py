@@ -47,11 +47,52 @@ def test_the_table_for_people(warmed: Path, model: Path, tune: Callable[..., Any
     from .conftest import WARMUP
 
     text = tune("warmup", model, *WARMUP).stdout
-    assert "rms_norm/default/backward hidden=32,rows=8" in text
-    assert "6 reused" in text
-    assert str(warmed) in text
-    for heading in ("problem", "choice", "default", "time", "gain"):
-        assert heading in text.splitlines()[0]
+    said, shared, _, columns, _, *rows, last = text.splitlines()
+    assert "tiny-model, batch 2, seq 4, on cpu/" in said
+    assert shared == "all: rms_norm, float32, casting llama, needs x,weight"
+    assert columns.split() == ["phase", "hidden", "x", "rows", "chosen", "time", "default", "gain", "status"]
+    # Forward first, and then by size; a long config goes on in a line of its own.
+    cells = [row.split() for row in rows if row.strip().startswith(("forward", "backward"))]
+    assert [cell[0] for cell in cells] == ["forward"] * 3 + ["backward"] * 3
+    assert [cell[1:4] for cell in cells[:3]] == [["16", "x", "8"], ["16", "x", "16"], ["32", "x", "8"]]
+    assert max(map(len, text.splitlines()[1:-1])) <= 100
+    assert "6 problems" in last
+    assert "6 reused" in last
+    assert str(warmed) in last
+
+
+def test_rows_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    from liger_registry.cli import _report
+    from liger_registry.config import Config, Fields
+    from liger_registry.table import Choice
+    from liger_registry.tuning.report import Row
+
+    config = Config(block_cols=4096, block_rows=16, num_stages=3, num_warps=16, splits=8)
+    choice, default = Choice("cuda:column_split", config), Choice("cuda:row", Config(num_warps=8))
+
+    def row(rows: int, weight: str, phase: str, status: str, casting: str) -> Row:
+        flags = Fields(casting=casting, **({"needs": "x,weight"} if phase == "backward" else {}))
+        sizes = Fields(rows=rows, hidden=16384)
+        problem = Problem("rms_norm", "default", phase, sizes, Fields(x="bfloat16", weight=weight), flags)
+        chosen = default if status == "default" else choice
+        return Row(problem, status, chosen, default, 1480.0, 2100.0, detail="because")
+
+    rows = [
+        row(1048576, "bfloat16", "backward", "tuned", "gemma"),
+        row(1048576, "none", "forward", "default", "gemma"),
+        row(8192, "float32", "forward", "failed", "llama"),
+    ]
+    _report.print_rows(rows, ("failed",))
+    text = capsys.readouterr().out
+    assert text.startswith("all: rms_norm, needs x,weight\n")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "kept" in text
+    assert _report._parts(rows[1].problem)["dtype"] == "bfloat16, no weight"
+    for part in ("float32, x", "1.42x", "1.48 ms", "2.1 ms"):
+        assert part in text
+    assert "failed: forward hidden 16384 rows 8192 weight float32, x bfloat16 llama: because" in text
+    _report.print_rows([], ())
+    assert capsys.readouterr().out == ""
 
 
 def test_frozen_weights_are_other_problems(model: Path, tune_json: Callable[..., Any]) -> None:
@@ -65,7 +106,7 @@ def test_frozen_weights_are_other_problems(model: Path, tune_json: Callable[...,
 
 def test_what_the_time_did_not_suffice_for_is_said(model: Path, tune: Callable[..., Any]) -> None:
     result = tune("warmup", model, "--op", "rms_norm", "--device", "cpu", "--seq", 8, "--budget-s", 1e-9, code=1)
-    assert "untuned: rms_norm/default/forward" in result.stdout
+    assert "untuned: forward hidden 32 rows 8: the time was up" in result.stdout
 
 
 def test_on_a_cpu_the_default_set_ends_in_time_and_that_is_no_failure(
@@ -75,7 +116,8 @@ def test_on_a_cpu_the_default_set_ends_in_time_and_that_is_no_failure(
 
     monkeypatch.setattr(warmup, "CPU_BUDGET_S", 1e-9)
     text = tune("warmup", "--op", "rms_norm", "--device", "cpu").stdout
-    assert "untuned: rms_norm/default/forward hidden=1024,rows=512" in text
+    assert text.startswith("no model given: qwen3-0.6b, batch 1, seq 128 and 512, on cpu/")
+    assert "untuned: forward hidden 1024 rows 512 float32: the time was up" in text
 
 
 def test_misses_are_tuned(warmed: Path, tune_json: Callable[..., Any]) -> None:

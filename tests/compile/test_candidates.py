@@ -47,9 +47,9 @@ print([o.status for o in Bench(catalog, small, "cuda", processes=2).compile(prob
 def test_candidates_are_compiled_ahead_and_pruned():
     """In a process without a main module to import again, as the worker is."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280)
-    # The kernel and its sum of partial sums; nothing for another row bucket; the kernel for padded, transposed and
-    # scalar gradients more.
-    assert done.stdout.splitlines() == ["cuda ['ok', 'error']", "[2, 2, 5] True", "['resources']"], (
+    # The kernel and its sum of partial sums, which on few units are few; nothing for another row bucket; the kernel for
+    # padded, transposed and scalar gradients more, and nothing for other layouts of the weight.
+    assert done.stdout.splitlines() == ["cuda ['ok', 'error']", "[3, 3, 6] True", "['resources']"], (
         done.stdout + done.stderr
     )
 
@@ -63,10 +63,11 @@ def test_what_is_compiled_ahead_is_what_verification_launches():
         problem = Problem("rms_norm", "default", phase, Fields(rows=1024, hidden=64), dtypes, flags)
         default = candidates(catalog, problem, device).default
         kinds = bench._recipes(problem, default, full=True)
-        assert len({kind.layouts for kind in kinds}) == 5
+        assert len({kind.layouts for kind in kinds}) == 6
+        assert {kind.units for kind in kinds} == {0, 2}
         for kind in kinds:
             case = kind.make(op, "cpu")
-            _, tensors, call, _ = verifying._call(op, default.implementation, default.config, case, device)
+            _, tensors, call, _ = verifying.call_of(op, default.implementation, default.config, case, device)
             with record() as launched, torch.no_grad():
                 call(*tensors)
             assert bench._record(kind, default) == launched, kind

@@ -20,7 +20,6 @@ from liger_registry.store import TableStore
 from liger_registry.table import Choice, Provenance, Sample, Stored
 
 H100, H200, MI300X, CPU = (Device.parse(name) for name in ("h100-sxm", "h200", "mi300x", "cpu"))
-PROTOCOL = "cuda-events-1"
 
 
 def reference(x, w=None, gain=1.0, style="plain", steps=1, exact=False):
@@ -155,16 +154,21 @@ def provenance(launch=forward, triton=None, source=None):
     return Provenance(triton or triton_version(), source or source_hash(launch), date="2026-01-01T00:00:00Z")
 
 
+def protocol(wanted):
+    """That of the device a problem is asked for on: a GPU for ``affine``, the CPU for what registries run."""
+    return (H200 if wanted.op == "affine" else CPU).protocol
+
+
 def stored(wanted, implementation="cuda:tiled", block=64, time_us=10.0, **changes):
     config = Config() if block is None else Config(block=block)
     choice = Choice(implementation, config)
-    return Stored(wanted, choice, time_us, choice, 20.0, 0.01, PROTOCOL, provenance(**changes))
+    return Stored(wanted, choice, time_us, choice, 20.0, 0.01, protocol(wanted), provenance(**changes))
 
 
 def sample(wanted, implementation="cuda:tiled", block=64, status="ok", time_us=10.0, **changes):
     config = Config() if block is None else Config(block=block)
     time = time_us if status == "ok" else None
-    return Sample(wanted, Choice(implementation, config), status, time, 0, "", PROTOCOL, provenance(**changes))
+    return Sample(wanted, Choice(implementation, config), status, time, 0, "", protocol(wanted), provenance(**changes))
 
 
 def stores(root):

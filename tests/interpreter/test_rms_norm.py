@@ -167,6 +167,32 @@ def test_layouts(pair, name):
         check(pair, x, weight, OPTIONS, dy)
 
 
+def vectors(vector):
+    """The vector's values in memory that is not contiguous, and one of its elements repeated; beside them is NaN."""
+    spread = torch.full((2 * len(vector) + 1,), float("nan"), dtype=vector.dtype)[1:]
+    spread[::2] = vector
+    column = torch.full((len(vector), 3), float("nan"), dtype=vector.dtype)
+    column[:, 1] = vector
+    return {"slice": spread[::2], "column": column[:, 1], "expanded": vector[3:4].expand(vector.shape)}
+
+
+@pytest.mark.parametrize("name", ["slice", "column", "expanded"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_vectors_that_are_not_contiguous(pair, name):
+    x = fill((5, 48), torch.bfloat16, "cpu", 0)
+    weight = vectors(weight_for(48, x.dtype))[name]
+    assert not weight.is_contiguous()
+    check(pair, x, weight, OPTIONS)
+    # A forward that is not ours may have saved its statistics anywhere.
+    (forward, config), (backward, backward_config) = PAIRS[pair]
+    _, rstd = forward(x, weight, device=DEVICE, **OPTIONS, **config)
+    right, found = (
+        backward(x, x, weight, r, device=DEVICE, needs=(True, True), **OPTIONS, **backward_config)
+        for r in (rstd, vectors(rstd)["column"])
+    )
+    assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
+
+
 def test_views_are_read_through_their_strides(monkeypatch):
     copies = []
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda self, **options: copies.append(self.shape))

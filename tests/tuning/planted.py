@@ -203,6 +203,34 @@ def out_of_bounds(x, w, *, device, gain):
     return (y,)
 
 
+def first_rows(x, w, *, device, gain, rows=512):
+    """As if its grid held so many programs and no loop."""
+    spend(1, "first_rows")
+    y = torch.empty_like(x)
+    y[:rows] = gain * x[:rows] * w
+    return (y,)
+
+
+def second_tile(x, w, *, device, gain, programs_per_unit=1, block_rows=4):
+    """As a persistent grid whose programs go on with what they had of their first tile."""
+    spend(1, "second_tile")
+    y, programs = gain * x * w, device.units * programs_per_unit
+    y[programs * block_rows :] *= 1.01
+    return (y,)
+
+
+def dense_weight(x, w, *, device, gain):
+    """Takes the weight to be contiguous, and reads beside it."""
+    spend(1, "dense_weight")
+    return (gain * x * w.as_strided(w.shape, (1,) * w.dim()),)
+
+
+def dirty_scratch(x, w, *, device, gain):
+    """Reads memory that it got without any of the functions that torch's Python has for it."""
+    spend(1, "dirty_scratch")
+    return (x.new_tensor([]).resize_(x.shape) * 0 + gain * x * w,)
+
+
 def hangs(x, w, *, device, gain):
     time.sleep(600)
 
@@ -236,6 +264,13 @@ def backward_drops_row(dy, x, w, *, device, needs, gain):
     return gain * dy * w if needs[0] else None, wide[:-1].sum(0) if needs[1] else None
 
 
+def backward_first_rows(dy, x, w, *, device, needs, gain):
+    """Sums the gradient of w over the first 512 rows alone."""
+    spend(1)
+    gradient = (gain * dy * x)[:512].sum(0)
+    return gain * dy * w if needs[0] else None, gradient if needs[1] else None
+
+
 def backward_contiguous(dy, x, w, *, device, needs, gain, cost=1):
     """Fast, and wrong for gradients that are not contiguous, which it takes to be."""
     spend(cost, f"backward_contiguous{cost}")
@@ -262,7 +297,7 @@ PLAIN = implementation(plain)
 PLAIN_BACKWARD = implementation(backward, "plain", phase=BACKWARD)
 FAULTY = {f.__name__: implementation(f) for f in (
     ignores_gain, reads_empty, raises, no_memory, gives_nan, wrong_shape, writes_input, out_of_bounds, hangs, aborts,
-    leaves, random_bits,
+    leaves, random_bits, dense_weight, dirty_scratch,
 )}  # fmt: skip
 FAULTY["wrong_tail"] = implementation(wrong_tail, space=BLOCKS, heuristic=lambda p, d: Config(block=32))
 FAULTY_BACKWARD = {f.__name__: implementation(f, phase=BACKWARD) for f in (backward_too_much, backward_drops_row)}
@@ -309,3 +344,17 @@ def two_schemes() -> Catalog:
         implementation(backward_saving, "plain", phase=BACKWARD, scheme="saving", **two),
         op=TWOWAY,
     )
+
+
+def illegal_access(x, w, *, device, gain):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def faulting() -> Catalog:
+    """The default, and one after which a process can no longer be trusted."""
+    return catalog(PLAIN, implementation(illegal_access))
+
+
+def few_rows() -> Catalog:
+    """The default, and one that is ten times as fast and fills the first 512 rows."""
+    return catalog(PLAIN, implementation(first_rows))

@@ -7,6 +7,7 @@ import torch
 from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.errors import CompileError, UnknownImplementationError
+from liger_registry.tuning.arguments import Arguments
 from liger_registry.tuning.bench import Bench, failure, foreign_processes, resolve
 from liger_registry.tuning.candidates import Candidate
 
@@ -88,10 +89,10 @@ def test_probing_grows_the_problem_until_the_answer_is_clear(bench):
     assert bench.probe(planted.problem(rows=1024), candidate("raises")).status == "error"
 
 
-def test_arguments_of_backward_have_the_contracts_shapes(bench):
+def test_arguments_of_backward_have_the_contracts_shapes():
     problem = planted.problem(op="twoway", scheme="saving", phase="backward")
     for device in ("cpu", "meta"):
-        dy, x, w, gw = bench._arguments(planted.TWOWAY, problem, torch.device(device))
+        dy, x, w, gw = Arguments.of(planted.TWOWAY, problem, torch.device(device)).tensors
         assert (dy.shape, x.shape, w.shape, gw.shape) == ((64, 200), (64, 200), (200,), (200,))
         assert {t.device.type for t in (dy, x, w, gw)} == {device}
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import planted
+import pytest
 
 from liger_registry.config import Config, ConfigSpace
 from liger_registry.device import Device
 from liger_registry.implementation import Capability
 from liger_registry.tuning.candidates import MOST, candidates, cap, in_order
+from liger_registry.tuning.verify import proxies_for
 
 CPU, H200 = Device.parse("cpu"), Device.parse("h200")
 
@@ -84,3 +86,42 @@ def test_what_the_cap_leaves_out_says_so():
     assert len(found.legal) == MOST
     assert len(found.rejected) == 100 - MOST
     assert "more than 64" in found.rejected[0].reason
+
+
+def planted_fault(*arguments):
+    raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "reason"),
+    [
+        ({"heuristic": planted_fault}, "any:bad", "its heuristic raised ZeroDivisionError: planted"),
+        ({"heuristic": lambda p, d: None}, "any:bad", "its heuristic gave None, which is no Config"),
+        ({"heuristic": lambda p, d: {"block": 32}}, "any:bad", "its heuristic gave {'block': 32}"),
+        ({"heuristic": lambda p, d: Config(rows=1)}, "any:bad(rows=1)", "it has (rows), the space has (block)"),
+        ({"space": planted.BLOCKS.where(planted_fault)}, "any:bad(block=128)", "its space raised ZeroDivisionError"),
+        ({"extra_bytes": planted_fault}, "any:bad(block=64)", "its extra_bytes raised ZeroDivisionError: planted"),
+    ],
+)
+def test_a_plugin_whose_own_functions_fail_stops_nobody(fields, choice, reason):
+    catalog = planted.catalog(replace(planted.BLOCKED, name="bad", **fields), planted.PLAIN)
+    found = candidates(catalog, planted.problem(), CPU, budget=10**6)
+    assert str(found.default) == "any:plain()"
+    assert any(r.choice == choice and reason in r.reason for r in found.rejected)
+
+
+def test_configs_about_which_a_plugins_space_raises_are_rejected_one_by_one():
+    space = planted.BLOCKS.where(lambda c, p, d: c.block != 64 or planted_fault())
+    found = candidates(planted.catalog(replace(planted.BLOCKED, space=space)), planted.problem(), CPU)
+    assert texts(found) == ["any:blocks(block=32)", "any:blocks(block=128)"]
+    assert [(r.choice, r.reason) for r in found.rejected] == [
+        ("any:blocks(block=64)", "its space raised ZeroDivisionError: planted")
+    ]
+
+
+def test_a_space_that_raises_at_a_proxys_size_does_not_stop_verification():
+    space = planted.BLOCKS.where(lambda c, p, d: p.rows >= 64 or planted_fault())
+    (item,) = planted.catalog(replace(planted.BLOCKED, space=space)).implementations("affine")
+    found = proxies_for(planted.AFFINE, item, Config(block=32), planted.problem(rows=1024), CPU)
+    assert found
+    assert min(dims["rows"] for dims in found) >= 64

@@ -106,7 +106,7 @@ def test_every_fault_fails_its_candidate_alone(store):
         "any:plain": "ok", "any:fast": "ok", "any:raises": "error", "any:no_memory": "memory",
         **{f"any:{n}": "wrong" for n in (
             "ignores_gain", "reads_empty", "gives_nan", "wrong_shape", "wrong_tail", "writes_input", "out_of_bounds",
-            "random_bits",
+            "random_bits", "dense_weight", "dirty_scratch",
         )},
     }  # fmt: skip
 
@@ -210,9 +210,9 @@ def test_changed_code_is_measured_anew(store, monkeypatch, what):
     catalog = planted.catalog(planted.PLAIN, vendor)
     run([planted.problem()], catalog, store)
     if what == "source":
-        monkeypatch.setattr("liger_registry.tuning.run.source_hash", lambda launch: "0" * 12)
+        monkeypatch.setattr("liger_registry.tuning.provenance.source_hash", lambda launch: "0" * 12)
     else:
-        monkeypatch.setattr("liger_registry.tuning.run.triton_version", lambda: "99.9")
+        monkeypatch.setattr("liger_registry.tuning.provenance.triton_version", lambda: "99.9")
     # Plain PyTorch is the same whatever Triton there is.
     assert run([planted.problem()], catalog, store).measured == (4 if what == "source" else 3)
 
@@ -410,6 +410,41 @@ def test_two_tuners_keep_apart(store, tmp_path):
     began = time.monotonic()
     assert run([planted.problem()], planted.sized(), store, lock_timeout_s=30).rows[0].status == "tuned"
     assert time.monotonic() - began < 30
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Another process that tunes on the CPU."""
+    context = multiprocessing.get_context("fork")
+    ready, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(str(tmp_path), ready, release))
+    other.start()
+    assert ready.wait(60)
+    yield
+    release.set()
+    other.join(60)
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("lock_timeout_s", [60.0, -1.0])
+def test_the_budget_bounds_the_wait_for_the_device(store, lock_timeout_s):
+    began = time.monotonic()
+    if lock_timeout_s < 0:  # as ranks that share a device wait: what the time did not suffice for is untuned
+        rows = run([planted.problem()], planted.sized(), store, budget_s=0.3, lock_timeout_s=lock_timeout_s).rows
+        assert [row.status for row in rows] == ["untuned"]
+    else:
+        with pytest.raises(TuningBusyError, match="another process"):
+            run([planted.problem()], planted.sized(), store, budget_s=0.3, lock_timeout_s=lock_timeout_s)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.usefixtures("held")
+def test_a_tuner_that_does_not_wait(store):
+    began = time.monotonic()
+    with pytest.raises(TuningBusyError) as caught:
+        run([planted.problem()], planted.sized(), store, lock_timeout_s=0)
+    assert time.monotonic() - began < 5
+    assert "0 s" not in caught.value.why
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

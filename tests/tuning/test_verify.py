@@ -25,8 +25,8 @@ def test_right_ones_pass(implementation, dtype):
     found = check(implementation, dtype=dtype)
     assert found.passed, found.detail
     results = 1 if implementation.phase == "forward" else 2
-    # All styles at both proxies, and one case with other options.
-    assert len(found.verdicts) == results * (2 * len(STYLES) + 1)
+    # All styles at both proxies, one case with other options, and two on a device of few units.
+    assert len(found.verdicts) == results * (2 * len(STYLES) + 1 + 2)
 
 
 @pytest.mark.parametrize("needs", ["x", "w", "x,w"])
@@ -52,6 +52,8 @@ def test_wrong_in_the_last_rows_tail_alone():
         ("writes_input", "wrote into its inputs"),
         ("out_of_bounds", "or beside them"),
         ("random_bits", "second run gives other bits"),
+        ("dense_weight", "finite"),
+        ("dirty_scratch", "finite"),
     ],
 )
 def test_faults_are_found_and_named(name, says):
@@ -143,8 +145,12 @@ def test_layouts_keep_values_and_guard_them(layout, shape, dtype):
         assert torch.equal(view, tensor[(0,) * (tensor.dim() - 1)].expand(shape))
     elif layout == "scalar" and tensor.numel() and tensor.dim():
         assert torch.equal(view, tensor.flatten()[0].expand(shape))
+    elif layout == "expanded" and tensor.dim() == 1:
+        assert torch.equal(view, tensor[:1].expand(shape))
+        assert view.stride() == (0,)
     else:
         assert torch.equal(view, tensor)
+        assert layout != "strided" or view.is_contiguous() is (tensor.dim() != 1)
     assert buffer.dim() == 1
     assert buffer.numel() >= 256
     if dtype.is_floating_point:

@@ -1,0 +1,59 @@
+"""The tensors of one problem at its own sizes, as measuring and compiling ahead need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from liger_registry.op import Op
+from liger_registry.problem import BACKWARD, Problem
+from liger_registry.tuning.cases import CONTIGUOUS, gradient
+from liger_registry.tuning.layouts import place
+
+if TYPE_CHECKING:
+    Tensors = tuple[torch.Tensor | None, ...]
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The tensors of one problem.
+
+    Attributes:
+        inputs: the operation's inputs.
+        grad_outputs: one for each output, None for an output without gradient; empty for a forward problem.
+        saved: what backward gets from forward; empty for a forward problem.
+        tensors: what a launch function is given.
+    """
+
+    inputs: Tensors
+    grad_outputs: Tensors
+    saved: Tensors
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, op: Op, problem: Problem, device: torch.device, layouts: tuple[str, str] = CONTIGUOUS) -> Arguments:
+        """Those of a problem on a device; tensors without values, on the meta device, come in layouts."""
+        meta = device.type == "meta"
+
+        def put(tensor: torch.Tensor | None, layout: str) -> torch.Tensor | None:
+            return place(tensor, layout)[0] if meta and tensor is not None else tensor
+
+        inputs = tuple(put(x, layouts[0]) for x in op.example(problem, device, 0, "random"))
+        if problem.phase != BACKWARD:
+            return cls(inputs, (), (), inputs)
+        scheme, options, count = op.scheme(problem.scheme), op.options_of(problem), len(op.outputs)
+        with torch.no_grad():
+            results = (scheme.reference if scheme.saved and not meta else scheme.allocate)(*inputs, **options)
+            grads = tuple(
+                put(y if meta else gradient(y.shape, y.dtype, device, 1 + n, "random"), layouts[1])
+                if y.is_floating_point()
+                else None
+                for n, y in enumerate(results[:count])
+            )
+        there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
+        saved = tuple(put(value, CONTIGUOUS[0]) for value in results[count:])
+        return cls(inputs, grads, saved, (*grads, *(there[name] for name in scheme.saved_inputs), *saved))
