@@ -56,7 +56,7 @@ def jobs(catalog: Catalog, problems: Sequence[Problem], devices: Sequence[Device
                     continue
                 if implementation.capability.why_not(problem, device) is not None:
                     continue
-                for config in implementation.space.configs(problem, device):
+                for config in implementation.configs(problem, device):
                     if implementation.why_illegal(config, problem, device) is None:
                         yield Job(device, problem, implementation, config, True)
                         yield Job(device, problem, implementation, config, False)

@@ -104,9 +104,10 @@ def _candidates(
                 continue
             if implementation.capability.why_not(problem, device) is not None:
                 continue
-            first = implementation.heuristic(problem, device)
-            others = [config for config in implementation.space.configs(problem, device) if config != first]
-            legal = [c for c in (first, *others) if implementation.why_illegal(c, problem, device) is None]
+            first = implementation.propose(problem, device)  # a text where a plugin's heuristic fails
+            others = [config for config in implementation.configs(problem, device) if config != first]
+            tried = [*([first] if not isinstance(first, str) else []), *others]
+            legal = [c for c in tried if implementation.why_illegal(c, problem, device) is None]
             step = max(1, (len(legal) - 1) // max(1, count - 1))
             for config in [*legal[:1], *legal[1::step]][: max(1, count)]:
                 yield problem, implementation, config
