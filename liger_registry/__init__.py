@@ -1,7 +1,6 @@
-"""Kernels for LLM training that are chosen by measurement.
+"""Kernels for LLM training that are chosen by measurement: ``registry.get("rms_norm")`` gives the fastest verified one.
 
-``registry.get("rms_norm")`` returns the fastest verified implementation for the GPU at hand. Every public name is
-loaded on first access (PEP 562), so importing this package imports neither torch nor Triton nor transformers.
+Names load on first access (PEP 562): importing this package imports neither torch nor Triton nor transformers.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def get(op: str, **options: Any) -> Any:  # noqa: ANN401 - a Handle; see Registr
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     return value
 
 

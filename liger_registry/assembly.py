@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ def build_catalog(settings: Settings | None = None) -> Catalog:
     return catalog
 
 
-class Assembly:
+class Assembly(ABC):
     """The parts of a registry.
 
     Args:
@@ -171,9 +172,10 @@ class Assembly:
             self._records = ()
             self.forget()
 
+    @abstractmethod
     def forget(self) -> None:
         """Drop what was derived from the parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_miss(self, problem: Problem, device: Device) -> bool:
-        raise NotImplementedError
+        """What a miss does; True if the tables may answer now."""

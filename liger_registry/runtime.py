@@ -134,6 +134,9 @@ class Registry(Assembly):
     ) -> Iterator[None]:
         """Pin an implementation of an operation within a block, in this thread or task.
 
+        In eager mode forward and backward are both decided where forward is called. A compiled graph decides each phase
+        when it runs, so a pin of the backward has to surround ``backward()`` there.
+
         Args:
             op: the operation's name.
             implementation: by name or by ``vendor:name``; a mapping pins by phase.
