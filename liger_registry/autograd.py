@@ -23,6 +23,7 @@ from liger_registry.explain import Explanations
 from liger_registry.launch import NotLoaded
 from liger_registry.library import LibraryFace, describe_face, terms_text, transform_error
 from liger_registry.op import Op, Scheme
+from liger_registry.pins import current as pinned
 from liger_registry.reference import reference_implementation
 
 Tensor = torch.Tensor
@@ -55,9 +56,6 @@ class Chooser(Protocol):
 
     def get(self, op: str, *, memory_budget: int | None = None, _pins: tuple[Any, ...] = ()) -> Handle:
         """The handle that a pickled one becomes."""
-
-    def pins(self) -> object:
-        """An object that changes whenever ``registry.use`` changes what is pinned."""
 
     def explain_call(self, handle: Handle, tensors: Tensors, options: Mapping[str, Any]) -> Explanations:
         """Why a call runs what it runs."""
@@ -266,7 +264,7 @@ def make_handle(op: Op, chooser: Chooser, pins: tuple[Any, ...] = (), budget: in
             "lr_dispatch_modes": torch._C._len_torch_dispatch_stack,
             "lr_functorch": torch._C._are_functorch_transforms_active,
             "lr_forward_ad": forward_ad,
-            "lr_pins": chooser.pins,
+            "lr_pins": pinned.get,
             "lr_apply": apply_fused,
         }
         known = _classes[op.name] = op, type(f"{op.name}_handle", (Handle,), {"__call__": make_call(op, scope)})

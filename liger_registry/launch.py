@@ -82,7 +82,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **parameters: Any) ->
 # alignment, (HIP) whether 32-bit offsets reach all of the storage, each int's equality to 1, divisibility by 16 and
 # width, constexprs and options. Other types (1 == True, but not to Triton) go to the layout made for those.
 # Host time of a hit with 5 tensors, 3 ints, a float and 5 keywords, beyond the compiled kernel's own `run`: 1.6 us, of
-# which .5 are dtypes and addresses. `run` is 5.7 us and `kernel[grid]` 15.3 us on an H200's host with Triton 3.6.
+# which .5 are dtypes and addresses, on a quiet core with a stand-in for `run`. On an H200's host with Triton 3.6 `run`
+# is 5.7 us and `kernel[grid]` 15.3 us.
 _TEMPLATE = """
 def prepared(lr_grid, lr_args, lr_keywords):
     if len(lr_args) != {count} or len(lr_keywords) != {keyword_count}:

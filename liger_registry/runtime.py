@@ -54,7 +54,6 @@ class Registry(Assembly):
         self._schemes: dict[tuple[str, Problem], str] = {}
         # In the order of their last calls. No memo: freeze() asks for it after everything else was forgotten.
         self._asked: dict[tuple[str, Problem], None] = {}
-        self.pins = current.get
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return "registry" if self.public else super().__reduce__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from liger_registry.config import Config
 from liger_registry.problem import BACKWARD, Problem
@@ -65,29 +65,14 @@ def jobs(catalog: Catalog, problems: Sequence[Problem], devices: Sequence[Device
 def records_of(op: Op, job: Job) -> list[LaunchRecord]:
     """What a config launches, recorded on tensors without memory."""
     from liger_registry.launch import record
+    from liger_registry.tuning.arguments import META, Arguments
 
-    tensors, extra = _tensors(op, job.problem)
-    call = job.implementation.bind(job.config, job.device, op.options_of(job.problem), **extra)
+    problem = job.problem
+    needs = op.needs(problem) if problem.phase == BACKWARD else None
+    call = job.implementation.bind(job.config, job.device, op.options_of(problem), needs)
     with record(aligned=job.aligned) as records:
-        call(*tensors)
+        call(*Arguments.of(op, problem, META).tensors)
     return records
-
-
-def _tensors(op: Op, problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a launch function on the meta device."""
-    import torch
-
-    # Strides of a contiguous example are what a model's tensors have.
-    inputs = op.example(problem, "meta", 0, "random")
-    if problem.phase != BACKWARD:
-        return inputs, {}
-    scheme = op.scheme(problem.scheme)
-    results = scheme.allocate(*inputs, **op.options_of(problem))
-    count = len(op.outputs)
-    gradients = tuple(torch.empty_like(y) for y in results[:count])
-    by_name = dict(zip((spec.name for spec in op.inputs), inputs, strict=True))
-    held = tuple(by_name[name] for name in scheme.saved_inputs)
-    return (*gradients, *held, *results[count:]), {"needs": op.needs(problem)}
 
 
 def _stratum(job: Job) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from liger_registry.decision import Decision
 from liger_registry.problem import BACKWARD
+from liger_registry.tuning.arguments import Arguments
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +49,7 @@ def _run(catalog: Catalog, decision: Decision, device: Device, place: torch.devi
     problem = decision.problem
     op = catalog.op(problem.op)
     small = problem.having(**min(op.proxies(problem), key=lambda dims: sum(dims.values())))
-    options, inputs = op.options_of(small), op.example(small, place, 0, "random")
+    needs = op.needs(problem) if problem.phase == BACKWARD else None
+    launch = decision.implementation.bind(decision.config, device, op.options_of(small), needs)
     with torch.no_grad():
-        if problem.phase != BACKWARD:
-            decision.implementation.bind(decision.config, device, options)(*inputs)
-            return
-        scheme = op.scheme(problem.scheme)
-        results = scheme.reference(*inputs, **options)
-        named = {i.name: t for i, t in zip(op.inputs, inputs, strict=True)}
-        grads = [torch.randn_like(y) for y in results[: len(op.outputs)]]
-        launch = decision.implementation.bind(decision.config, device, options, op.needs(problem))
-        launch(*grads, *[named[n] for n in scheme.saved_inputs], *results[len(op.outputs) :])
+        launch(*Arguments.of(op, small, place).tensors)
