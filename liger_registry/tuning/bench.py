@@ -46,8 +46,8 @@ class Outcome:
     Attributes:
         status: that of a sample, such as ``ok`` or ``wrong``; empty for a candidate whose turn did not come.
         detail: why it failed, in one line.
-        time_us: the median in microseconds.
-        noise: that median's relative uncertainty.
+        time_us: the interquartile mean in microseconds.
+        noise: its relative uncertainty.
         drift: the anchor's relative change during the block.
         extra_bytes: the peak of memory beyond the results, in bytes.
         poisoned: the process can no longer be trusted.
