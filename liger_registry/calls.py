@@ -24,7 +24,7 @@ _TEMPLATE = """\
 def __call__(self, {parameters}, *lr_more, **lr_unknown):
     if lr_compiling():
         return self._library({names}, *lr_more, **lr_unknown)
-    try:
+{guards}    try:
         lr_key = ({fields}{options}lr_grad_enabled(), lr_deterministic(), lr_function_modes() and lr_mode_types(),
             lr_dispatch_modes(), lr_functorch(), lr_forward_ad._current_level, lr_pins())
         lr_entry = self._memo[lr_key]
@@ -42,6 +42,17 @@ def __call__(self, {parameters}, *lr_more, **lr_unknown):
 """
 
 
+# Only operations that ask for them pay for these looks.
+_AUTOCAST = """\
+    if lr_autocast({first}.device.type if hasattr({first}, "device") else "cpu"):
+        return self._autocast(({names}, *lr_more), lr_unknown)
+"""
+_CHECK = """\
+    if self._chooser.checking:
+        self._check(({names}, *lr_more), lr_unknown)
+"""
+
+
 def make_call(op: Op, scope: Mapping[str, Any]) -> Callable[..., Any]:
     """The ``__call__`` of an operation's handles.
 
@@ -56,9 +67,13 @@ def make_call(op: Op, scope: Mapping[str, Any]) -> Callable[..., Any]:
     for spec in op.inputs:
         read = (_FIRST if not fields else _OTHER).format(spec.name)
         fields += f"{spec.name} if {spec.name} is None else ({read}), " if spec.optional else f"{read}, "
+    names = ", ".join([*inputs, *options])
+    guards = _AUTOCAST.format(first=inputs[0], names=names) if op.autocast else ""
+    guards += _CHECK.format(names=names) if op.check_values is not None else ""
     source = _TEMPLATE.format(
         parameters=", ".join(parameters),
-        names=", ".join([*inputs, *options]),
+        names=names,
+        guards=guards,
         inputs=", ".join(inputs),
         fields=fields,
         options="".join(f"{name}, " for name in options),

@@ -139,7 +139,8 @@ class Dispatcher:
             return answer
 
     def _first_scheme(self, problem: Problem, device: Device, considered: list[Considered]) -> SchemeDecision:
-        names = [scheme.name for scheme in self.catalog.op(problem.op).schemes]
+        op = self.catalog.op(problem.op)
+        names = [scheme.name for scheme in op.schemes_for(op.options_of(problem))]
         tiers = [tier for tier in self.tiers if tier not in (PINNED, HEURISTIC, REFERENCE)]
         for answer in self._answers(problem, device, FREE, tiers, considered):
             name, detail = answer.choice.implementation.removeprefix("scheme:"), answer.detail

@@ -18,6 +18,7 @@ from liger_registry.config import Config, ConfigSpace
 from liger_registry.errors import PluginError, RegistrationError
 from liger_registry.problem import BACKWARD, FORWARD, Problem
 from liger_registry.sources import source_hash as source_hash
+from liger_registry.stages import stage
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
@@ -100,6 +101,8 @@ class Implementation:
         extra_bytes: ``(problem, config)`` to the peak of memory beyond the outputs, in bytes.
         capability: what it runs on.
         deterministic: equal inputs give equal bits.
+        stages: ``(problem, config)`` to the problems of other operations that it runs, by name. Its launch function
+            gets ``stages``, a mapping of those names to launch functions with device and decided config filled in.
         distribution: the distribution that registered it; filled in by the registry.
         doc: one sentence for ``explain``.
     """
@@ -114,6 +117,7 @@ class Implementation:
     extra_bytes: Callable[[Problem, Config], int] = no_extra_bytes
     capability: Capability = field(default_factory=Capability)
     deterministic: bool = True
+    stages: Callable[[Problem, Config], Mapping[str, Problem]] | None = None
     distribution: str = ""
     doc: str = ""
 
@@ -219,7 +223,12 @@ class Implementation:
         return None
 
     def bind(
-        self, config: Config, device: Device, options: Mapping[str, Any], needs: tuple[bool, ...] | None = None
+        self,
+        config: Config,
+        device: Device,
+        options: Mapping[str, Any],
+        needs: tuple[bool, ...] | None = None,
+        problem: Problem | None = None,
     ) -> Callable[..., tuple[Any, ...]]:
         """The launch function with all but the tensors filled in.
 
@@ -227,9 +236,13 @@ class Implementation:
             config: a config of the space.
             device: the device it launches on.
             options: the operation's options.
-            needs: for backward, which differentiable inputs need a gradient.
+            needs: which differentiable inputs need a gradient; for backward, and for a forward that computes gradients.
+            problem: what it serves; asked for by a composite alone, whose stages depend on it.
         """
-        extra = {} if needs is None else {"needs": needs}
+        extra: dict[str, Any] = {} if needs is None else {"needs": needs}
+        if self.stages is not None:
+            assert problem is not None
+            extra["stages"] = {name: stage(p, device) for name, p in self.stages(problem, config).items()}
         return functools.partial(self.function(), device=device, **options, **config, **extra)
 
     def check(self, options: tuple[str, ...]) -> None:
@@ -265,7 +278,7 @@ class Implementation:
                 f"{self.op}:{self.name} needs an unknown architecture {self.capability.min_arch!r}",
                 candidates=("sm_90", "gfx942"),
             )
-        if taken := {*options, "device", "needs"} & set(self.space.parameters):
+        if taken := {*options, "device", "needs", "stages"} & set(self.space.parameters):
             raise RegistrationError(
                 f"the space of {self.op}:{self.name} uses names of the operation's options",
                 why=", ".join(sorted(taken)),

@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from liger_registry.config import Fields, Scalar
+from liger_registry.contract import Description as Description
+from liger_registry.contract import DimKind as DimKind
+from liger_registry.contract import Input as Input
+from liger_registry.contract import Option as Option
+from liger_registry.contract import Scheme as Scheme
 from liger_registry.errors import (
     DeviceMismatchError,
     InvalidInputError,
@@ -31,104 +35,7 @@ if TYPE_CHECKING:
 
 
 # Keywords of launch functions and flags of problem keys, which inputs and options would hide.
-RESERVED = frozenset({"device", "needs", "budget"})
-
-
-class DimKind(Enum):
-    """How a size enters the problem key."""
-
-    EXACT = "exact"
-    BUCKET = "bucket"
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One tensor an operation takes.
-
-    Attributes:
-        name: its name in signatures and problem keys.
-        optional: None may be given in its place.
-        differentiable: gradients flow to it.
-    """
-
-    name: str
-    optional: bool = False
-    differentiable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option of an operation.
-
-    Attributes:
-        name: its keyword.
-        kind: the Python type of its values; an int is taken where a float is wanted.
-        default: the value if the caller gives none.
-        choices: the only values it takes, if it is an enumeration.
-        minimum: the least value, if it is a number.
-        doc: one sentence for the documentation.
-    """
-
-    name: str
-    kind: type
-    default: Scalar
-    choices: tuple[Scalar, ...] = ()
-    minimum: float | None = None
-    doc: str = ""
-
-    def validate(self, op: str, value: object) -> Scalar:
-        """``value`` as this option's kind.
-
-        Raises:
-            UnsupportedOptionError: of another kind, or not among the choices.
-        """
-        if self.kind is float and type(value) is int and abs(value) < 2**63:
-            value = float(value)
-        if not isinstance(value, bool | int | float | str) or type(value) is not self.kind:
-            why = f"it takes a {self.kind.__name__}, not {type(value).__name__} {value!r}"
-        elif self.choices and value not in self.choices:
-            why = f"{value!r} is not among its values"
-        elif value != value:
-            why = "NaN is no value"
-        elif self.minimum is not None and not (isinstance(value, int | float) and value >= self.minimum):
-            why = f"{value!r} is below {self.minimum}"
-        else:
-            return value
-        raise UnsupportedOptionError(
-            f"option {self.name!r} of {op} cannot be {value!r}",
-            why=why,
-            candidates=map(repr, self.choices or (self.default,)),
-            fix=f"pass {self.name}={self.default!r}, its default, or leave it out",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """What passes from forward to backward.
-
-    Attributes:
-        name: ``default`` where there is one.
-        saved_inputs: inputs that backward reads.
-        saved: names of the extra tensors that forward returns behind the outputs, for backward alone.
-        allocate: ``(*inputs, **options)`` to empty tensors of the shapes, dtypes and device of ``outputs + saved``;
-            it decides nothing and reads no values, so it serves as the fake implementation too.
-        reference: ``(*inputs, **options)`` to ``outputs + saved`` in plain PyTorch.
-    """
-
-    name: str
-    saved_inputs: tuple[str, ...]
-    saved: tuple[str, ...]
-    allocate: Callable[..., tuple[torch.Tensor, ...]]
-    reference: Callable[..., tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What one call looks like: actual sizes, dtype names, flags that change the code."""
-
-    dims: Fields
-    dtypes: Fields
-    flags: Fields
+RESERVED = frozenset({"device", "needs", "budget", "stages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +61,22 @@ class Op:
         calls: ``(architecture, tokens, dtype)`` to what a model calls, as ``(description, options)``.
         order: for each phase the implementations' names in the order in which the ``heuristic`` tier tries them.
         budget: the default memory budget in bytes for a problem; None for no limit.
+        odd: ``dtype`` to descriptions of actual, odd sizes and of every flag that changes code, for the conformance
+            suite; the first is of middling size, and also what layouts are tried with. None takes generic ones, for
+            operations on (rows, hidden).
+        asked: for each output that is not always there the bool option that asks for it.
+        constant: outputs that no gradient flows through.
+        overwrites: for each input that backward may write into the bool option that allows it.
+        fixed: ``problem`` to the values of options that its key knows by class alone.
+        cut: ``(inputs, options)`` to the same call such that each row's results depend on that row alone and results
+            without rows are sums over them, which verification at full size needs; None if there is no such call.
+        check_values: ``(inputs, options)``; raises if values contradict the contract. Asked only if ``LIGER_CHECK`` is
+            set, since it waits for the device.
+        autocast: inputs that ``torch.autocast`` casts, as it casts those of a linear layer. The operation then runs
+            with autocast off. Others keep their dtypes under autocast.
+        compiled: options to those that stand for them in compiled graphs; for options that concern memory alone.
+        private: a stage of others, which ``list`` does not name.
+        by_name: models call it in special trainings alone, so warmup leaves it out unless it is named.
     """
 
     name: str
@@ -172,6 +95,17 @@ class Op:
     calls: Callable[[Architecture, int, str], Iterable[Description]]
     order: Mapping[str, tuple[str, ...]]
     budget: Callable[[Problem], int | None] = field(default=lambda problem: None)
+    odd: Callable[[str], Iterable[Description]] | None = None
+    asked: Mapping[str, str] = field(default_factory=dict)
+    constant: frozenset[str] = frozenset()
+    overwrites: Mapping[str, str] = field(default_factory=dict)
+    fixed: Callable[[Problem], Mapping[str, Scalar]] = field(default=lambda problem: {})
+    cut: Callable[[Tensors, Mapping[str, Any]], tuple[Tensors, Mapping[str, Any]]] | None = None
+    check_values: Callable[[Tensors, Mapping[str, Any]], None] | None = None
+    autocast: tuple[str, ...] = ()
+    compiled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = field(default=lambda options: options)
+    private: bool = False
+    by_name: bool = False
     doc: str = ""
 
     @property
@@ -188,6 +122,10 @@ class Op:
     def differentiable(self) -> tuple[str, ...]:
         """The inputs that gradients flow to, in order."""
         return tuple(i.name for i in self.inputs if i.differentiable)
+
+    def schemes_for(self, options: Mapping[str, Any]) -> tuple[Scheme, ...]:
+        """The schemes that can serve a call with these options, in order."""
+        return tuple(s for s in self.schemes if not any(options[n] in values for n, values in s.excludes.items()))
 
     def scheme(self, name: str) -> Scheme:
         """The scheme of that name; LookupError if there is none."""
@@ -263,12 +201,12 @@ class Op:
             description: what the call looks like.
             phase: ``forward``, ``backward`` or ``scheme``.
             scheme: the scheme, except in phase ``scheme``.
-            needs: for backward and scheme, which differentiable inputs need a gradient.
+            needs: for backward, scheme and a forward that computes gradients, which differentiable inputs need one.
             budget: the memory budget in bytes, which enters as its log2 class, rounded down.
         """
         dims = {n: bucket(v) if self.dims[n] is DimKind.BUCKET else v for n, v in description.dims.items()}  # type: ignore[arg-type]
         flags: dict[str, Scalar] = dict(description.flags)
-        if phase != FORWARD:
+        if self.takes_needs(phase, scheme):
             flags["needs"] = ",".join(n for n, need in zip(self.differentiable, needs, strict=True) if need)
         if budget is not None:
             flags["budget"] = 1 << max(budget.bit_length() - 1, 0)
@@ -298,19 +236,32 @@ class Op:
             inputs = self.example(problem, "meta", 0, "random")
             self.validate(inputs, options)
             again = self.describe(inputs, options)
-            needs = () if problem.phase == FORWARD else self.needs(problem)
+            needs = self.needs(problem) if self.takes_needs(problem.phase, problem.scheme) else ()
             return self.problem(again, problem.phase, problem.scheme, needs, budget) == problem
         except Exception:  # whatever a contract's functions make of what it does not know
             return False
 
+    def takes_needs(self, phase: str, scheme: str) -> bool:
+        """Whether which gradients are needed is part of a problem of this phase."""
+        return phase != FORWARD or self.scheme(scheme).gradients
+
+    def needs_of(self, problem: Problem) -> tuple[bool, ...] | None:
+        """What a launch function is told of the gradients that are needed; None if it is not."""
+        return self.needs(problem) if self.takes_needs(problem.phase, problem.scheme) else None
+
     def needs(self, problem: Problem) -> tuple[bool, ...]:
-        """Which differentiable inputs need a gradient in a backward problem, in order."""
+        """Which differentiable inputs need a gradient in a problem, in order."""
         named = str(problem.flags.get("needs", "")).split(",")
         return tuple(name in named for name in self.differentiable)
 
     def options_of(self, problem: Problem) -> dict[str, Scalar]:
         """The options a problem fixes, with defaults for those that are not part of its key."""
-        return {o.name: problem.flags.get(o.name, o.default) for o in self.options}
+        fixed = self.fixed(problem)
+        return {o.name: fixed.get(o.name, problem.flags.get(o.name, o.default)) for o in self.options}
+
+    def outputs_of(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The outputs that a call with these options returns."""
+        return tuple(n for n in self.outputs if n not in self.asked or options[self.asked[n]])
 
     def check(self) -> None:
         """Raise RegistrationError if the contract contradicts itself."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from liger_registry.assembly import HERE, Assembly
 from liger_registry.assembly import build_catalog as build_catalog
-from liger_registry.autograd import Handle, Tensors, make_handle
+from liger_registry.autograd import Tensors
 from liger_registry.catalog import Catalog
-from liger_registry.config import Scalar
+from liger_registry.config import Config, Scalar
 from liger_registry.decision import Decision, Terms
 from liger_registry.device import Device
 from liger_registry.errors import (
@@ -23,15 +23,20 @@ from liger_registry.errors import (
 )
 from liger_registry.explain import Explanation, Explanations, explain
 from liger_registry.freezing import Freezer, make_plan, tabled
+from liger_registry.handle import Handle, make_handle
 from liger_registry.library import Face, LibraryFace
+from liger_registry.memo import keep
 from liger_registry.op import Op
 from liger_registry.pins import Names, Pins, current, key_of, naming, pins_for
 from liger_registry.plan import Plan
 from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem
 from liger_registry.settings import Settings
+from liger_registry.stages import by_default, deciding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from liger_registry.implementation import Implementation
 
 # Decisions by device, problem and terms; some 600 bytes each.
 MEMO = 16_384
@@ -62,6 +67,11 @@ class Registry(Assembly):
     def public(self) -> bool:
         """Whether it is the registry that this package offers as ``registry``."""
         return self is globals().get("registry")
+
+    @property
+    def checking(self) -> bool:
+        """Whether calls hold values against the contract (``LIGER_CHECK``)."""
+        return self.settings.check
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
@@ -155,6 +165,7 @@ class Registry(Assembly):
         self,
         op: Op,
         phase: str,
+        scheme: str,
         tensors: Tensors,
         options: Mapping[str, Any],
         needs: tuple[bool, ...],
@@ -163,8 +174,20 @@ class Registry(Assembly):
     ) -> Callable[..., tuple[Any, ...]]:
         """For the library face: the launch function of one phase with everything but its tensors filled in."""
         # A graph that was traced has the shapes of one scheme in it.
-        decision, device = self.choose(op, tensors, options, phase, needs, pins, budget, op.schemes[0].name)
-        return decision.implementation.bind(decision.config, device, options, needs if phase == BACKWARD else None)
+        decision, device = self.choose(op, tensors, options, phase, needs, pins, budget, scheme)
+        told = needs if op.takes_needs(phase, scheme) else None
+        with self.stages_of(pins, budget):
+            return decision.implementation.bind(decision.config, device, options, told, decision.problem)
+
+    def stages_of(self, pins: Pins = (), budget: int | None = None) -> AbstractContextManager[None]:
+        """Within it this registry answers for the stages of composites, under a handle's terms."""
+
+        def decide(problem: Problem, device: Device) -> tuple[Implementation, Config]:
+            self._note((device.fingerprint, problem))
+            found = self.decide(problem, device, self.terms(pins))
+            return found.implementation, found.config
+
+        return deciding(decide)
 
     def terms(self, own: Pins = (), budget: int | None = None) -> Terms:
         """The terms of a choice now: a handle's own pins before those of ``use`` and the environment's."""
@@ -208,17 +231,19 @@ class Registry(Assembly):
         self, op: Op, tensors: Tensors, options: Mapping[str, Any], needs: Sequence[bool], budget: int | None = None
     ) -> str:
         """The scheme of a call; decided before either of its phases."""
-        if len(op.schemes) == 1:
-            return op.schemes[0].name
+        able = op.schemes_for(options)
+        if len(able) == 1:
+            return able[0].name
         problem, _ = self.problem_of(op, tensors, options, SCHEME, needs, budget, "")
         device, memo = self.device_of(tensors), self._schemes
         key = device.fingerprint, problem
         self._note(key)
         if (known := memo.get(key)) is None:
             if _capturing(tensors):
-                return op.schemes[0].name  # no table is read and nothing is decided for later
+                return able[0].name  # no table is read and nothing is decided for later
             known = self.dispatcher.decide_scheme(problem, device).scheme
-            _keep(memo, key, known, MEMO)
+            known = known if known in [s.name for s in able] else able[0].name
+            keep(memo, key, known, MEMO)
         return known
 
     def choose(
@@ -251,7 +276,7 @@ class Registry(Assembly):
         if (known := memo.get(key)) is None:
             with naming(terms.pins, self.settings.pins, problem):
                 known = self.dispatcher.decide(problem, device, terms)
-            _keep(memo, key, known, MEMO)
+            keep(memo, key, known, MEMO)
         return known
 
     def explain(self, problem: Problem, device: Device | None = None, terms: Terms | None = None) -> Explanation:
@@ -358,15 +383,7 @@ class Registry(Assembly):
     def _note(self, key: tuple[str, Problem]) -> None:
         """Remember that a call asked for a problem."""
         self._asked.pop(key, None)
-        _keep(self._asked, key, None, CALLED)
-
-
-def _keep(memo: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Add to a bounded memo; the oldest makes room."""
-    while len(memo) >= most:
-        with suppress(RuntimeError, StopIteration, KeyError):  # another thread changed it meanwhile
-            del memo[next(iter(memo))]
-    memo[key] = value
+        keep(self._asked, key, None, CALLED)
 
 
 def _capturing(tensors: Tensors) -> bool:
@@ -374,3 +391,13 @@ def _capturing(tensors: Tensors) -> bool:
 
 
 registry = Registry()
+
+
+def _stage(problem: Problem, device: Device) -> tuple[Implementation, Config]:
+    """What a stage runs where no call of the registry asks: in tuning, verification and offline compiles."""
+    # A traced question records no miss and tunes nothing.
+    decision = registry.dispatcher.decide(problem, device, registry.terms(), trace=[])
+    return decision.implementation, decision.config
+
+
+by_default(_stage)

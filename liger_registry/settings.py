@@ -29,6 +29,7 @@ class Settings:
         table_dirs: ``LIGER_TUNE_TABLES``, read-only directories between the user cache and the shipped tables.
         plugins: ``LIGER_PLUGINS``, the distributions whose plugins may load; None allows all, empty none.
         memory_budget: ``LIGER_MEMORY_BUDGET`` in bytes; None leaves it to each operation.
+        check: ``LIGER_CHECK``: calls hold their values, such as targets, against the contract, and wait for the device.
         interpret: ``LIGER_INTERPRET``: CPU tensors run Triton kernels through Triton's interpreter.
         pins: ``LIGER_PIN``, ``op/phase=implementation`` pairs; the phase may be left out.
     """
@@ -39,6 +40,7 @@ class Settings:
     plugins: frozenset[str] | None = None
     memory_budget: int | None = None
     interpret: bool = False
+    check: bool = False
     pins: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -70,6 +72,7 @@ class Settings:
             plugins=None if plugins is None else frozenset(p.strip() for p in plugins.split(",") if p.strip()),
             memory_budget=parse_bytes(budget) if budget else None,
             interpret=_flag(environ, "LIGER_INTERPRET"),
+            check=_flag(environ, "LIGER_CHECK"),
             pins=parse_pins(environ.get("LIGER_PIN", "")),
         )
 

@@ -22,9 +22,11 @@ from liger_registry.accuracy import Verdict
 from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.errors import RegistryError, UnknownImplementationError, VerificationError
+from liger_registry.examples import STYLES
 from liger_registry.implementation import Implementation
 from liger_registry.op import DimKind, Op
 from liger_registry.problem import Problem
+from liger_registry.tuning.cases import FEW
 from liger_registry.tuning.odd import TALL, problems_for
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ def check_implementation(
         catalog: a catalogue or a registry; by default the public registry.
         device: ``cpu``, ``cuda``, or ``interpreter`` in a process that was started with ``TRITON_INTERPRET=1``.
         problems: in place of those of ``problems_for``.
-        configs: ``sample`` takes the heuristic's config and three others, ``all`` takes all.
+        configs: ``sample`` takes the heuristic's config and three others (on the interpreter the first alone), ``all``
+            takes all.
 
     Raises:
         VerificationError: a case does not hold; ``why`` has the lines of all that do not.
@@ -183,6 +186,11 @@ class _Suite:
     configs: str
     problems: list[Problem]
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """Of the inputs; a few on the interpreter, where a kernel takes 10^4 times as long as on a GPU."""
+        return FEW if self.device.vendor == "interpreter" else STYLES
+
     def admits(self, problem: Problem) -> bool:
         return self.item.capability.why_not(problem, self.device) is None
 
@@ -197,10 +205,7 @@ class _Suite:
             yield ConformanceCase(f"{name}-{text}", lambda p=problem: self.values(p, own_shapes))  # type: ignore[misc]
         if not own_shapes:
             return
-        middle = [p for p in self.problems if set(p.dims.values()) == {5, 41}]
-        problem = next(
-            (p for p in middle if "bfloat16" in p.dtypes.values()), middle[0] if middle else self.problems[0]
-        )
+        problem = self.middle()
         for layout in LAYOUTS:
             yield ConformanceCase(f"{name}-layout-{layout}", lambda x=layout, p=problem: self.layout(p, x))  # type: ignore[misc]
         for leading in ((2, 3, 5), (1, 2, 3, 5)):
@@ -211,6 +216,13 @@ class _Suite:
         yield ConformanceCase(f"{name}-few-units", lambda p=problem: self.few_units(p))  # type: ignore[misc]
         if self.device.vendor != "interpreter":  # there so many rows take minutes
             yield ConformanceCase(f"{name}-rows-{TALLEST}", lambda p=problem: self.tall(p))  # type: ignore[misc]
+
+    def middle(self) -> Problem:
+        """A problem of middling size, in bf16 if that is taken."""
+        if self.op.odd is not None:
+            return self.problems[0]
+        middle = [p for p in self.problems if set(p.dims.values()) == {5, 41}]
+        return next((p for p in middle if "bfloat16" in p.dtypes.values()), middle[0] if middle else self.problems[0])
 
     # -- what is asked ---------------------------------------------------------------------------------------------
 
@@ -250,7 +262,7 @@ class _Suite:
 
     def values(self, problem: Problem, own_shapes: bool) -> list[str]:
         """All styles of inputs, at the problem's own sizes if they are small, else at the contract's proxies."""
-        from liger_registry.tuning.cases import CaseCache
+        from liger_registry.tuning.case_cache import CaseCache
         from liger_registry.tuning.verify import verify
 
         cache, faults = CaseCache(), []
@@ -260,7 +272,15 @@ class _Suite:
                 config,
                 lambda c=config, x=proxies: (
                     verify(  # type: ignore[misc]
-                        self.op, self.item, c, problem, self.device, self.torch_device, proxies=x, cache=cache
+                        self.op,
+                        self.item,
+                        c,
+                        problem,
+                        self.device,
+                        self.torch_device,
+                        proxies=x,
+                        cache=cache,
+                        styles=self.styles,
                     ).verdicts
                 ),
             )
@@ -273,7 +293,7 @@ class _Suite:
 
     def few_units(self, problem: Problem) -> list[str]:
         """Rows enough for two rounds and a tail of a persistent grid, on a device of few units."""
-        from liger_registry.tuning.cases import CaseCache
+        from liger_registry.tuning.case_cache import CaseCache
         from liger_registry.tuning.verify import verify, walk_for
 
         problem, cache, faults = self.taller(problem, TALL), CaseCache(), []
@@ -367,7 +387,8 @@ class _Suite:
         ]
         if not legal:
             return []
-        return legal if self.configs == "all" else cap(legal, self.item.heuristic(problem, self.device), most=4)
+        most = 1 if self.device.vendor == "interpreter" else 4
+        return legal if self.configs == "all" else cap(legal, self.item.heuristic(problem, self.device), most=most)
 
     def caught(self, config: Config, run: Callable[[], Sequence[Verdict]]) -> list[str]:
         label = f"({config.text}) " if config else ""

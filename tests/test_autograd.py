@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from liger_registry import registry
-from liger_registry.autograd import MEMO, Fused
+from liger_registry.autograd import Fused
 from liger_registry.errors import (
     ConfigOutsideSpaceError,
     DeviceMismatchError,
@@ -24,6 +24,7 @@ from liger_registry.errors import (
     UnsupportedOptionError,
     UnsupportedTransformError,
 )
+from liger_registry.handle import MEMO
 from liger_registry.launch import NotLoaded
 
 HIDDEN = 48

@@ -97,8 +97,8 @@ def test_results_have_the_strides_that_tracing_promised(monkeypatch):
     right = norm(x, w)
     bound = type(registry).bound
 
-    def spy(self, op, phase, tensors, options, *rest):
-        bound(self, op, phase, tensors, options, *rest)
+    def spy(self, op, phase, scheme, tensors, options, *rest):
+        bound(self, op, phase, scheme, tensors, options, *rest)
         return lambda *tensors: other_strides(*tensors, **options)
 
     monkeypatch.setattr(type(registry), "bound", spy)

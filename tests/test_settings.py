@@ -106,10 +106,7 @@ def test_what_is_no_size(text):
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("true", True), (" ON ", True), ("0", False), ("No", False)])
 def test_switches(text, on):
     assert read(LIGER_INTERPRET=text).interpret is on
-
-
-def test_there_is_no_variable_that_nothing_reads():
-    assert not hasattr(Settings(), "check")
+    assert read(LIGER_CHECK=text).check is on
 
 
 @pytest.mark.parametrize(

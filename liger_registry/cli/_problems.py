@@ -101,17 +101,19 @@ def problems_of(
     """
 
     def problem(phase: str, scheme: str) -> Problem:
-        wanted = () if phase == FORWARD else needs
+        wanted = needs if op.takes_needs(phase, scheme) else ()
         bare = op.problem(description, phase, scheme, wanted)
         if op.budget(bare) is None:
             return bare
         return op.problem(description, phase, scheme, wanted, held_budget(op, bare, budget))
 
-    for scheme in op.schemes:
+    bare = op.problem(description, BACKWARD, op.schemes[0].name, needs)
+    able = op.schemes_for(op.options_of(bare))
+    for scheme in able:
         yield problem(FORWARD, scheme.name)
         if any(needs):
             yield problem(BACKWARD, scheme.name)
-    if len(op.schemes) > 1 and any(needs):
+    if len(able) > 1 and any(needs):
         yield problem(SCHEME, "")
 
 
@@ -139,7 +141,7 @@ def model_problems(
     Raises:
         UnknownOpError: there is no such operation.
     """
-    wanted = [catalog.op(name) for name in ops] or catalog.ops()
+    wanted = [catalog.op(name) for name in ops] or [op for op in catalog.ops() if not op.by_name]
     found: dict[Problem, None] = {}
     for architecture in architectures:
         for dtype in dtypes or (architecture.dtype,):
@@ -156,7 +158,8 @@ def template(op: Op, dtype: str) -> Description | None:
     for preset in PRESETS.values():
         for description in op.calls(preset, 4096, dtype):
             return description
-    return None
+    # No public model calls it: the first of the contract's own examples.
+    return None if op.odd is None else next(iter(op.odd(dtype)), None)
 
 
 def described(op: Op, dims: Mapping[str, str], dtypes: Sequence[str], flags: Mapping[str, str]) -> Description:

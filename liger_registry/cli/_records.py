@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from liger_registry.config import Config
-from liger_registry.problem import BACKWARD, Problem
+from liger_registry.problem import Problem
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
@@ -68,8 +68,7 @@ def records_of(op: Op, job: Job) -> list[LaunchRecord]:
     from liger_registry.tuning.arguments import META, Arguments
 
     problem = job.problem
-    needs = op.needs(problem) if problem.phase == BACKWARD else None
-    call = job.implementation.bind(job.config, job.device, op.options_of(problem), needs)
+    call = job.implementation.bind(job.config, job.device, op.options_of(problem), op.needs_of(problem), problem)
     with record(aligned=job.aligned) as records:
         call(*Arguments.of(op, problem, META).tensors)
     return records

@@ -12,6 +12,47 @@ LIGER_REGISTRY_API = (1, 0)
 
 def register(registry: Staging) -> None:
     """Register the contracts of this distribution."""
-    from liger_registry.ops import rms_norm
+    from liger_registry.ops import (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        fused_linear_jsd,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        linear_logp,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    )
 
-    registry.register(rms_norm.OP)
+    for op in (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        fused_linear_jsd,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        linear_logp,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    ):
+        registry.register(op.OP)

@@ -15,7 +15,48 @@ LIGER_REGISTRY_API = (1, 0)
 
 def register(registry: Staging) -> None:
     """Register the PyTorch implementations; imports no torch."""
-    from liger_registry.portable import spaces
+    from liger_registry.portable.spaces import (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        fused_linear_jsd,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        linear_logp,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    )
 
-    for implementation in spaces.IMPLEMENTATIONS:
-        registry.register(implementation)
+    for op in (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        fused_linear_jsd,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        linear_logp,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    ):
+        for implementation in op.IMPLEMENTATIONS:
+            registry.register(implementation)

@@ -25,7 +25,7 @@ class Arguments:
     Attributes:
         inputs: the operation's inputs.
         grad_outputs: one for each output, None for an output without gradient; empty for a forward problem.
-        saved: what backward gets from forward; empty for a forward problem.
+        saved: what backward gets from forward behind the inputs; empty for a forward problem.
         tensors: what a launch function is given.
     """
 
@@ -45,15 +45,32 @@ class Arguments:
         inputs = tuple(put(x, layouts[0]) for x in op.example(problem, device, 0, "random"))
         if problem.phase != BACKWARD:
             return cls(inputs, (), (), inputs)
-        scheme, options, count = op.scheme(problem.scheme), op.options_of(problem), len(op.outputs)
+        scheme, options = op.scheme(problem.scheme), op.options_of(problem)
+        told = {"needs": op.needs(problem)} if scheme.gradients else {}
+        needed = scheme.saved or scheme.saved_outputs
         with torch.no_grad():
-            results = (scheme.reference if scheme.saved and not meta else scheme.allocate)(*inputs, **options)
+            results = (scheme.reference if needed and not meta else scheme.allocate)(*inputs, **options, **told)
+            found = dict(zip((*op.outputs, *scheme.saved), results, strict=True))
             grads = tuple(
                 put(y if meta else gradient(y.shape, y.dtype, device, 1 + n, "random"), layouts[1])
-                if y.is_floating_point()
+                if y is not None and y.is_floating_point() and name not in op.constant
                 else None
-                for n, y in enumerate(results[:count])
+                for n, (name, y) in enumerate((name, found[name]) for name in op.outputs)
             )
         there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
-        saved = tuple(put(value, CONTIGUOUS[0]) for value in results[count:])
+        saved = tuple(put(found[name], CONTIGUOUS[0]) for name in (*scheme.saved_outputs, *scheme.saved))
         return cls(inputs, grads, saved, (*grads, *(there[name] for name in scheme.saved_inputs), *saved))
+
+    def apart(self, op: Op, problem: Problem) -> Arguments:
+        """The same with copies of those that backward may write: others need them as they are, the reference too."""
+        scheme, options = op.scheme(problem.scheme), op.options_of(problem)
+        written = {name for name, option in op.overwrites.items() if options[option]}
+        if problem.phase != BACKWARD or not (written or scheme.owned):
+            return self
+        pairs = zip(op.inputs, self.inputs, strict=True)
+        inputs = tuple(t.clone() if t is not None and spec.name in written else t for spec, t in pairs)
+        kept = zip((*scheme.saved_outputs, *scheme.saved), self.saved, strict=True)
+        saved = tuple(t.clone() if t is not None and name in scheme.owned else t for name, t in kept)
+        there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
+        tensors = (*self.grad_outputs, *(there[name] for name in scheme.saved_inputs), *saved)
+        return Arguments(inputs, self.grad_outputs, saved, tensors)

@@ -20,11 +20,12 @@ from liger_registry.errors import CompileError
 from liger_registry.examples import STYLES
 from liger_registry.launch import record, triton_available
 from liger_registry.op import DimKind
-from liger_registry.problem import BACKWARD, Problem
+from liger_registry.problem import Problem
 from liger_registry.table import OK, WRONG, Choice
 from liger_registry.tuning.arguments import META, Arguments
 from liger_registry.tuning.candidates import Candidate
-from liger_registry.tuning.cases import CONTIGUOUS, CaseCache, Recipe, recipes
+from liger_registry.tuning.case_cache import CaseCache
+from liger_registry.tuning.cases import CONTIGUOUS, Recipe, recipes
 from liger_registry.tuning.measure import CPU_CALL_S, CpuTimer, CudaTimer, Timer, extra_bytes, measure
 from liger_registry.tuning.verify import Verification, proxies_for, verify, walk_for
 from liger_registry.tuning.whole import References, verify_whole
@@ -334,12 +335,14 @@ class Bench:
         self, problem: Problem, candidate: Candidate, options: Fields | None = None, units: int = 0
     ) -> Callable[..., tuple[Any, ...]]:
         op = self.catalog.op(problem.op)
-        needs = op.needs(problem) if problem.phase == BACKWARD else None
+        needs = op.needs_of(problem)
         device = replace(self.device, units=min(self.device.units, units)) if units else self.device
-        return candidate.implementation.bind(candidate.config, device, options or op.options_of(problem), needs)
+        options = options or op.options_of(problem)  # type: ignore[assignment]
+        return candidate.implementation.bind(candidate.config, device, options, needs, problem)  # type: ignore[arg-type]
 
     def _call(self, problem: Problem, candidate: Candidate) -> Callable[[], Any]:
-        bound, tensors = self._bound(problem, candidate), self._arguments(problem).tensors
+        apart = self._arguments(problem).apart(self.catalog.op(problem.op), problem)
+        bound, tensors = self._bound(problem, candidate), apart.tensors
 
         def call() -> Any:  # noqa: ANN401
             with torch.no_grad():

@@ -129,6 +129,8 @@ def cap(configs: Sequence[Config], heuristic: Config, most: int = MOST) -> list[
     room = most - len(kept)
     if len(others) <= room:
         return [*kept, *others]
+    if room < 1:
+        return kept
     bounds = [len(others) * n // room for n in range(room + 1)]
     for start, end in itertools.pairwise(bounds):
         kept.append(min(others[start:end], key=lambda c: hashlib.sha256(c.text.encode()).digest()))

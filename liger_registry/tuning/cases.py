@@ -12,7 +12,7 @@ import torch
 from liger_registry.config import Fields, Scalar
 from liger_registry.errors import RegistryError
 from liger_registry.examples import STYLES, fill
-from liger_registry.op import DimKind, Op, Scheme
+from liger_registry.op import Op, Scheme
 from liger_registry.problem import BACKWARD, Problem
 from liger_registry.tuning.layouts import place
 
@@ -48,7 +48,7 @@ class Case:
         options: the operation's options.
         inputs: the operation's inputs.
         grad_outputs: one for each output; None for an output without gradient.
-        saved: what backward gets from forward, by the contract's own formula.
+        saved: what backward gets from forward behind the inputs, by the contract's own formula.
         truth: results by name in float64: outputs, saved tensors, ``grad_<input>``.
         formula: the same by the model's own formula in its dtypes.
         magnitude: the size of the terms each element sums.
@@ -61,7 +61,7 @@ class Case:
     options: Mapping[str, Scalar]
     inputs: Tensors
     grad_outputs: Tensors
-    saved: tuple[torch.Tensor, ...]
+    saved: Tensors
     truth: Mapping[str, torch.Tensor]
     formula: Mapping[str, torch.Tensor]
     magnitude: Mapping[str, torch.Tensor]
@@ -82,6 +82,7 @@ def evaluate(
     grad_outputs: Tensors | None = None,
     dtype: torch.dtype | None = None,
     scheme: Scheme | None = None,
+    needs: Sequence[bool] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Everything the operation computes, in plain PyTorch.
 
@@ -92,9 +93,12 @@ def evaluate(
         grad_outputs: the gradient of each output; None leaves the gradients out.
         dtype: what floating tensors are cast to first: ``torch.float64`` gives the truth, None the model's own formula.
         scheme: whose saved tensors; the operation's first by default.
+        needs: which differentiable inputs need a gradient, for a scheme whose forward computes gradients; all that are
+            there by default.
 
     Returns:
-        Outputs by name, saved tensors by name, and ``grad_<input>`` for each differentiable input that is there.
+        Outputs by name, saved tensors by name, and ``grad_<input>`` for each differentiable input that is there. What
+        the call does not have is left out.
     """
     scheme = op.schemes[0] if scheme is None else scheme
     inputs = tuple(_cast(x, dtype) for x in inputs)
@@ -106,14 +110,16 @@ def evaluate(
     with torch.enable_grad():
         outputs = op.reference(*leaves, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    results = {name: y.detach() for name, y in zip(op.outputs, outputs, strict=True)}
-    with torch.no_grad():
-        saved = scheme.reference(*inputs, **options)[len(op.outputs) :]
-    results.update(zip(scheme.saved, saved, strict=True))
+    present = op.outputs_of(options)
+    results = {name: y.detach() for name, y in zip(present, outputs, strict=True)}
+    results.update(_saved(op, scheme, inputs, options, needs))
     if grad_outputs is None:
         return results
+    given = dict(zip(op.outputs, grad_outputs, strict=True))
     pairs = [
-        (y, _cast(g, dtype)) for y, g in zip(outputs, grad_outputs, strict=True) if y.requires_grad and g is not None
+        (y, _cast(given[name], dtype))
+        for name, y in zip(present, outputs, strict=True)
+        if y.requires_grad and given[name] is not None
     ]
     wanted = {i.name: x for i, x in zip(op.inputs, leaves, strict=True) if x is not None and x.requires_grad}
     if pairs and wanted:
@@ -121,6 +127,21 @@ def evaluate(
         found = torch.autograd.grad(ys, tuple(wanted.values()), gs, allow_unused=True, materialize_grads=True)
         results.update({f"grad_{name}": g for name, g in zip(wanted, found, strict=True)})
     return results
+
+
+def _saved(
+    op: Op, scheme: Scheme, inputs: Tensors, options: Mapping[str, Any], needs: Sequence[bool] | None
+) -> dict[str, torch.Tensor]:
+    """What forward saves, by name, in plain PyTorch."""
+    if not scheme.saved:
+        return {}
+    told: dict[str, Any] = {}
+    if scheme.gradients:
+        there = {i.name: x is not None for i, x in zip(op.inputs, inputs, strict=True)}
+        told["needs"] = tuple(needs) if needs is not None else tuple(there[name] for name in op.differentiable)
+    with torch.no_grad():
+        saved = scheme.reference(*inputs, **options, **told)[len(op.outputs) :]
+    return {name: value for name, value in zip(scheme.saved, saved, strict=True) if value is not None}
 
 
 def _wanted(op: Op, name: str, tensor: torch.Tensor) -> bool:
@@ -182,20 +203,23 @@ def make_case(
         return view
 
     inputs = tuple(put(x, input_layout) for x in raw)
-    formula = evaluate(op, inputs, options, scheme=scheme)
+    needs = op.needs_of(problem)
+    formula = evaluate(op, inputs, options, scheme=scheme, needs=needs)
     grads: Tensors = tuple(
-        put(gradient(y.shape, y.dtype, device, seed + 100 + i, style), grad_layout) if y.is_floating_point() else None
-        for i, y in enumerate(formula[name] for name in op.outputs)
+        put(gradient(y.shape, y.dtype, device, seed + 100 + i, style), grad_layout)
+        if y is not None and y.is_floating_point() and name not in op.constant
+        else None
+        for i, (name, y) in enumerate((name, formula.get(name)) for name in op.outputs)
     )
     # A transposed gradient has its tail in another place of memory; what counts is that all see the same values.
     asked = grads if problem.phase == BACKWARD else None
     if asked is not None:
-        formula = evaluate(op, inputs, options, asked, scheme=scheme)
-    truth = evaluate(op, inputs, options, asked, torch.float64, scheme)
+        formula = evaluate(op, inputs, options, asked, scheme=scheme, needs=needs)
+    truth = evaluate(op, inputs, options, asked, torch.float64, scheme, needs)
     wide = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad():
         sizes = op.magnitude(wide, tuple(_cast(g, torch.float64) for g in grads), options)
-    saved = tuple(v for v in (put(formula[name], "guarded") for name in scheme.saved) if v is not None)
+    saved = tuple(put(formula.get(name), "guarded") for name in (*scheme.saved_outputs, *scheme.saved))
     return Case(
         label=label or f"{problem.dims.text} {style}",
         problem=problem,
@@ -320,60 +344,6 @@ def recipes(
             layouts = _LAYOUTS[style] if full else CONTIGUOUS
             found.append(Recipe(problem.having(**walk), style, own, layouts, units=FEW_UNITS))
     return found
-
-
-class CaseCache:
-    """Cases that several candidates share, up to a number of bytes; the worker holds one."""
-
-    def __init__(self, max_bytes: int = 1 << 30) -> None:
-        self._max = max_bytes
-        self._bytes = 0
-        self._group: object = None
-        self._cases: dict[tuple[Recipe, str], Case] = {}
-        self._recipes: dict[tuple[Any, ...], list[Recipe]] = {}
-
-    def get(
-        self,
-        op: Op,
-        problem: Problem,
-        proxies: Sequence[Mapping[str, int]],
-        styles: Sequence[str],
-        seed: int,
-        device: Any,  # noqa: ANN401
-        full: bool = True,
-        walk: Mapping[str, int] | None = None,
-    ) -> Sequence[Callable[[], Case]]:
-        """The cases of a problem's proxies, each made when it is called for; arguments are those of ``recipes``."""
-        # Candidates differ in their proxies and problems in their rows, and many of the cases are the same.
-        exact = {n: size for n, size in problem.dims.items() if op.dims.get(n) is not DimKind.BUCKET}
-        group = (problem.op, problem.scheme, problem.phase, Fields(exact), problem.dtypes, problem.flags)
-        if group != self._group:
-            # Problems come one after the other: another one's cases are not asked for again soon.
-            self.clear()
-            self._group = group
-        there = tuple(problem.having(**dims) for dims in proxies)
-        key = (there, tuple(styles), seed, full, None if walk is None else problem.having(**walk))
-        if key not in self._recipes:
-            self._recipes[key] = recipes(op, problem, proxies, styles, seed, full, walk)
-
-        def at(recipe: Recipe) -> Case:
-            if recipe.units:  # the tensors are the same for any device
-                return recipe.on_its_units(at(replace(recipe, units=0)))
-            case = self._cases.get((recipe, str(device)))
-            if case is None:
-                case = recipe.make(op, device)
-                if self._bytes + case.bytes <= self._max:
-                    self._cases[recipe, str(device)] = case
-                    self._bytes += case.bytes
-            return case
-
-        return [lambda recipe=recipe: at(recipe) for recipe in self._recipes[key]]  # type: ignore[misc]
-
-    def clear(self) -> None:
-        """Let go of everything held."""
-        self._cases.clear()
-        self._recipes.clear()
-        self._bytes = 0
 
 
 def _sizes(problem: Problem) -> list[int]:

@@ -69,7 +69,9 @@ def place(tensor: torch.Tensor, layout: str = "guarded", behind: int = 0) -> tup
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, for comparisons in which NaN equals itself and -0 differs from 0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    # One element is contiguous whatever its stride, and a view as bytes takes a stride of 1 alone.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 class Poisoned(TorchFunctionMode):

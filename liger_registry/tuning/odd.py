@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from liger_registry.config import Fields
@@ -20,8 +21,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def problems_for(op: Op, scheme: str, phase: str) -> list[Problem]:
     """Odd problems of an operation: widths 1, 3, 41 and 1536, 0, 1, 5 and 261 rows, all dtypes and choices.
 
-    Dims are actual sizes, not buckets. Sizes that the operation's contract turns down are left out.
+    Dims are actual sizes, not buckets. Sizes that the operation's contract turns down are left out. A contract may list
+    its own instead.
     """
+    if op.odd is not None:
+        return _declared(op, scheme, phase)
     sizes = [(5, width) for width in WIDTHS] + [(rows, 41) for rows in (*ROWS[:2], TALL)]
     found: dict[Problem, None] = {}
     every = op.differentiable
@@ -38,6 +42,28 @@ def problems_for(op: Op, scheme: str, phase: str) -> list[Problem]:
     if phase == BACKWARD:
         for name in every:
             found.update(dict.fromkeys(_problems(op, scheme, phase, 5, 41, "bfloat16", (name,))))
+    return list(found)
+
+
+def _declared(op: Op, scheme: str, phase: str) -> list[Problem]:
+    """The problems that a contract lists, with all gradients; those of the first in bf16 also one by one."""
+    assert op.odd is not None
+    found: dict[Problem, None] = {}
+    needed = phase == BACKWARD or op.scheme(scheme).gradients
+    for dtype in ("bfloat16", *(d for d in DTYPES if d != "bfloat16")):
+        for number, description in enumerate(op.odd(dtype)):
+            there = tuple(description.dtypes.get(name, dtype) != "none" for name in op.differentiable)
+            wanted = [there]
+            if needed and number == 0 and dtype == "bfloat16":
+                wanted += [tuple(i == n for i in range(len(there))) for n, here in enumerate(there) if here]
+                wanted += [(False,) * len(there)] if phase == FORWARD else []
+            for needs in wanted if needed else [()]:
+                problem = op.problem(description, phase, scheme, needs)
+                problem = replace(problem, dims=description.dims)
+                if op.scheme(scheme) not in op.schemes_for(op.options_of(problem)):
+                    continue
+                budget = op.budget(problem)
+                found[problem if budget is None else replace(problem, flags=problem.flags.having(budget=budget))] = None
     return list(found)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from liger_registry.decision import Decision
-from liger_registry.problem import BACKWARD
 from liger_registry.tuning.arguments import Arguments
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def _run(catalog: Catalog, decision: Decision, device: Device, place: torch.devi
     problem = decision.problem
     op = catalog.op(problem.op)
     small = problem.having(**min(op.proxies(problem), key=lambda dims: sum(dims.values())))
-    needs = op.needs(problem) if problem.phase == BACKWARD else None
-    launch = decision.implementation.bind(decision.config, device, op.options_of(small), needs)
+    needs, options = op.needs_of(problem), op.options_of(small)
+    launch = decision.implementation.bind(decision.config, device, options, needs, small)
     with torch.no_grad():
         launch(*Arguments.of(op, small, place).tensors)

@@ -94,6 +94,7 @@ class Run:
         if stored is not None and not missing:
             return replace(row, choice=stored.choice, time_us=stored.time_us, default_us=stored.default_us)
         try:
+            self._stages(problem, legal)
             if (
                 first is None
                 and self.device.vendor in ("cpu", "interpreter")
@@ -106,6 +107,13 @@ class Run:
             return self._decide(problem, legal, default, known, set(new), stored, row)
         except OutOfTime:
             return replace(row, status=UNTUNED, detail="the time was up")
+
+    def _stages(self, problem: Problem, legal: Mapping[Choice, Candidate]) -> None:
+        """Tune what composites run inside, first: each of theirs is measured with the best stages there are."""
+        for candidate in legal.values():
+            if candidate.heuristic and candidate.implementation.stages is not None:
+                for stage in candidate.implementation.stages(problem, candidate.config).values():
+                    self.tune(stage)
 
     def _known(self, problem: Problem, legal: Mapping[Choice, Candidate]) -> dict[Choice, Sample]:
         samples = self.store.load(self.device, problem.op).samples_of(problem, self.protocol)

@@ -49,8 +49,9 @@ def scheme_row(run: Phases, problem: Problem) -> Row:
     rows: list[Row] = []
     totals: dict[Choice, float] = {}
     parts: dict[Choice, list[Stored]] = {}
-    for scheme in op.schemes:
-        forward = replace(problem, scheme=scheme.name, phase=FORWARD, flags=problem.flags.without("needs"))
+    for scheme in op.schemes_for(op.options_of(problem)):
+        flags = problem.flags if scheme.gradients else problem.flags.without("needs")
+        forward = replace(problem, scheme=scheme.name, phase=FORWARD, flags=flags)
         backward = replace(problem, scheme=scheme.name, phase=BACKWARD)
         # Without a gradient there is no backward, and the cheapest forward decides.
         phases = (forward, backward) if any(op.needs(backward)) else (forward,)

@@ -22,7 +22,8 @@ from liger_registry.examples import STYLES
 from liger_registry.implementation import Implementation
 from liger_registry.op import DimKind, Op
 from liger_registry.problem import BACKWARD, Problem, bucket
-from liger_registry.tuning.cases import FEW_UNITS, LARGE, Case, CaseCache, evaluate, reduced
+from liger_registry.tuning.case_cache import CaseCache
+from liger_registry.tuning.cases import FEW_UNITS, LARGE, Case, evaluate, reduced
 from liger_registry.tuning.layouts import Poisoned, bits, dirty
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def run_case(
     # Of the sizes that results have, since scratch often has them too.
     sizes = sorted({t.numel() * t.element_size() for t in case.formula.values()})
     before = [bits(buffer).clone() for buffer in case.buffers]
+    allowed = [(t, t.clone()) for t in _overwritten(op, case)]
     verdicts: list[Verdict] = []
     try:
         results = run_poisoned(call, tensors, sizes, huge)
@@ -189,6 +191,8 @@ def run_case(
             return [fault(case.label, "results", problem)]
         found = {name: result for name, result in zip(names, results, strict=True) if result is not None}
         verdicts = [judge_result(op, case, name, result) for name, result in found.items()]
+        for view, values in allowed:
+            view.copy_(values)
         if implementation.deterministic:
             # The other poison: equal bits also show that nothing undefined took part.
             again = dict(zip(names, run_poisoned(call, tensors, sizes, not huge), strict=True))
@@ -200,6 +204,8 @@ def run_case(
                 if not equal
             ]
     finally:
+        for view, values in allowed:  # what lies around it may not have changed all the same
+            view.copy_(values)
         kept = _same(before, [bits(buffer) for buffer in case.buffers])
         changed = [number for number, equal in enumerate(kept) if not equal]
         for number in changed:  # the case may be another candidate's next
@@ -207,6 +213,17 @@ def run_case(
     if changed:
         verdicts.append(fault(case.label, "inputs", "it wrote into its inputs, or beside them"))
     return verdicts
+
+
+def _overwritten(op: Op, case: Case) -> list[torch.Tensor]:
+    """The inputs that backward may write into, and the buffers that it may hand over."""
+    scheme = op.scheme(case.problem.scheme)
+    if case.problem.phase != BACKWARD:
+        return []
+    there = dict(zip((i.name for i in op.inputs), case.inputs, strict=True))
+    inputs = [there[name] for name, option in op.overwrites.items() if case.options[option]]
+    kept = dict(zip((*scheme.saved_outputs, *scheme.saved), case.saved, strict=True))
+    return [t for t in (*inputs, *(kept[name] for name in scheme.owned)) if t is not None]
 
 
 def call_of(op: Op, implementation: Implementation, config: Config, case: Case, device: Device) -> Bound:
@@ -232,12 +249,13 @@ def bind_results(
     scheme, options = op.scheme(problem.scheme), op.options_of(problem) if options is None else options
     if problem.phase != BACKWARD:
         names = (*op.outputs, *scheme.saved)
-        return names, inputs, implementation.bind(config, device, options), (True,) * len(names)
+        call = implementation.bind(config, device, options, op.needs_of(problem), problem)
+        return names, inputs, call, (True,) * len(names)
     there = dict(zip((i.name for i in op.inputs), inputs, strict=True))
     needs = op.needs(problem)
     saved_inputs = tuple(there[name] for name in scheme.saved_inputs)
     names = tuple(f"grad_{name}" for name in op.differentiable)
-    call = implementation.bind(config, device, options, needs)
+    call = implementation.bind(config, device, options, needs, problem)
     return names, (*grad_outputs, *saved_inputs, *saved), call, needs
 
 
@@ -279,13 +297,19 @@ def shape_fault(results: Sequence[Any], names: Sequence[str], needs: Sequence[bo
     return ""
 
 
-def _strides_of(results: Sequence[torch.Tensor], op: Op, case: Case) -> str:
+def _strides_of(results: Sequence[torch.Tensor | None], op: Op, case: Case) -> str:
     """Forward results whose strides are not those the scheme allocates: compiled code was traced with these."""
     if case.problem.phase == BACKWARD:
         return ""
     names = (*op.outputs, *op.scheme(case.problem.scheme).saved)
-    allocated = op.scheme(case.problem.scheme).allocate(*case.inputs, **case.options)
+    needs = op.needs_of(case.problem)
+    told = {} if needs is None else {"needs": needs}
+    allocated = op.scheme(case.problem.scheme).allocate(*case.inputs, **case.options, **told)
     for name, result, like in zip(names, results, allocated, strict=True):
+        if (result is None) is not (like is None):
+            return f"{name} is {'absent' if result is None else 'there'}, the scheme says otherwise"
+        if result is None or like is None:
+            continue
         if result.shape == like.shape and result.numel():
             sizes = zip(result.shape, result.stride(), like.stride(), strict=True)
             if any(size > 1 and have != want for size, have, want in sizes):

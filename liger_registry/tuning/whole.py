@@ -46,30 +46,35 @@ class Cut:
         rows: how many there are.
         inputs: which inputs have rows, in order; the others, such as a weight, are the same for all of them.
         width: elements of the widest input in one row.
+        sums: outputs and saved tensors that have no rows, and are sums over them.
     """
 
     dim: str
     rows: int
     inputs: tuple[bool, ...]
     width: int
+    sums: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, op: Op, problem: Problem) -> Cut | None:
         """How a problem is cut; None if its results are not those of its rows.
 
         It is cut along its one bucket dim if this is the first dimension of every output and saved tensor, and none
-        of them sums over it. A gradient of an input without rows is then the sum of the chunks' gradients.
+        of them sums over it. A gradient of an input without rows is then the sum of the chunks' gradients. Where the
+        contract says how to (``Op.cut``), outputs and saved tensors may be such sums too.
         """
         names = [name for name, kind in op.dims.items() if kind is DimKind.BUCKET]
         scheme = op.scheme(problem.scheme)
         results = (*op.outputs, *scheme.saved)
-        if len(names) != 1 or any(names[0] in op.reduced.get(name, ()) for name in results):
+        sums = any(names[0] in op.reduced.get(name, ()) for name in results) if len(names) == 1 else True
+        if len(names) != 1 or (sums and op.cut is None):
             return None
         rows, options = int(getattr(problem, names[0])), op.options_of(problem)
 
         def shapes(count: int) -> list[torch.Size | None]:
             inputs = op.example(problem.having(**{names[0]: count}), META, 0, "random")
-            return [None if t is None else t.shape for t in (*inputs, *scheme.allocate(*inputs, **options))]
+            told = {"needs": op.needs(problem)} if scheme.gradients else {}
+            return [None if t is None else t.shape for t in (*inputs, *scheme.allocate(*inputs, **options, **told))]
 
         has_rows: list[bool] = []
         ours, taller = shapes(rows), shapes(rows + 1)
@@ -79,7 +84,10 @@ class Cut:
                 return None
         count = len(op.inputs)
         width = max((math.prod(s[1:]) for s, cut in zip(ours, has_rows[:count], strict=False) if s and cut), default=1)
-        return cls(names[0], rows, tuple(has_rows[:count]), max(width, 1)) if all(has_rows[count:]) else None
+        alone = tuple(name for name, cut in zip(results, has_rows[count:], strict=True) if not cut)
+        if alone and op.cut is None:
+            return None
+        return cls(names[0], rows, tuple(has_rows[:count]), max(width, 1), alone)
 
     def spans(self, elements: int) -> list[Span]:
         """All rows, in spans of about so many elements."""
@@ -147,8 +155,9 @@ def verify_whole(
         starting: told the number of each chunk before it is compared.
     """
     cut = Cut.of(op, problem)
+    mine = arguments.apart(op, problem)
     names, tensors, call, needs = bind_results(
-        op, implementation, config, problem, device, arguments.inputs, arguments.grad_outputs, arguments.saved
+        op, implementation, config, problem, device, mine.inputs, mine.grad_outputs, mine.saved
     )
     place = next(t.device for t in tensors if t is not None)
     began = time.perf_counter()
@@ -217,29 +226,34 @@ class _Sum:
 def _has_rows(op: Op, cut: Cut, name: str) -> bool:
     """Whether a result has rows: every output and saved tensor, and the gradient of an input that has."""
     inputs = zip((f"grad_{i.name}" for i in op.inputs), cut.inputs, strict=True)
-    return dict(inputs).get(name, True)
+    return dict(inputs).get(name, name not in cut.sums)
 
 
 def _chunk(op: Op, problem: Problem, arguments: Arguments, cut: Cut | None, span: Span) -> Case:
     start, end = span
     scheme, options = op.scheme(problem.scheme), op.options_of(problem)
-    inputs, grads = arguments.inputs, arguments.grad_outputs
+    inputs, grads, needs = arguments.inputs, arguments.grad_outputs, op.needs_of(problem)
     if cut is not None:
+        if op.cut is not None:
+            inputs, options = op.cut(inputs, options)  # type: ignore[assignment]
         cuts = zip(inputs, cut.inputs, strict=True)
         inputs = tuple(t[start:end] if t is not None and has_rows else t for t, has_rows in cuts)
-        grads = tuple(None if g is None else g[start:end] for g in grads)
+        pairs = zip(op.outputs, grads, strict=False)
+        grads = tuple(g if g is None or name in cut.sums else g[start:end] for name, g in pairs)
         problem = problem.having(**{cut.dim: end - start})
     backward = problem.phase == BACKWARD
     asked = grads if backward else None
-    formula = evaluate(op, inputs, options, asked, scheme=scheme)
-    truth = evaluate(op, inputs, options, asked, torch.float64, scheme)
+    formula = evaluate(op, inputs, options, asked, scheme=scheme, needs=needs)
+    truth = evaluate(op, inputs, options, asked, torch.float64, scheme, needs)
     wide = tuple(t.double() if t is not None and t.is_floating_point() else t for t in inputs)
     with torch.no_grad():
         if backward:
             wide_grads = tuple(None if g is None else g.double() for g in grads)
         else:  # sizes of outputs do not depend on gradients
-            outputs = (truth[name] for name in op.outputs)
-            wide_grads = tuple(y.new_ones(()).expand(y.shape) if y.is_floating_point() else None for y in outputs)
+            outputs = (truth.get(name) for name in op.outputs)
+            wide_grads = tuple(
+                y.new_ones(()).expand(y.shape) if y is not None and y.is_floating_point() else None for y in outputs
+            )
         sizes = op.magnitude(wide, wide_grads, options)
     keep = dict(_kept(truth, backward))
     return Case(

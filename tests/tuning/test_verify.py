@@ -7,7 +7,8 @@ import torch
 from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.examples import STYLES
-from liger_registry.tuning.cases import CaseCache, evaluate, make_case
+from liger_registry.tuning.case_cache import CaseCache
+from liger_registry.tuning.cases import evaluate, make_case
 from liger_registry.tuning.layouts import LAYOUTS, Poisoned, bits, place
 from liger_registry.tuning.verify import Verification, proxies_for, verify
 

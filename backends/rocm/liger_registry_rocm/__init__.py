@@ -12,8 +12,44 @@ LIGER_REGISTRY_API = (1, 0)
 
 def register(registry: Staging) -> None:
     """Register the implementations; imports neither Triton nor torch."""
-    from liger_registry_rocm import rms_norm
+    from liger_registry_rocm import (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    )
 
-    for op in (rms_norm,):
+    for op in (
+        cross_entropy,
+        fused_add_rms_norm,
+        fused_linear_cross_entropy,
+        geglu,
+        group_norm,
+        jsd,
+        kl_div,
+        layer_norm,
+        logit_divergence,
+        logit_statistics,
+        qk_norm_rope,
+        relu_squared,
+        rms_norm,
+        rope,
+        softmax,
+        swiglu,
+        tvd,
+    ):
         for implementation in op.IMPLEMENTATIONS:
             registry.register(implementation)

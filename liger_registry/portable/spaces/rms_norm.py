@@ -1,4 +1,4 @@
-"""What the PyTorch implementations can do and which configs they have; the code is in one module an operation."""
+"""``rms_norm`` in PyTorch: what each implementation can do, and which configs it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORWARD, BACKWARD = "forward", "backward"
 _WIDTH = {"float64": 8}
 
 
-def _rms_norm_has_fused_backward(config: Config, problem: Problem, device: Device) -> bool:
+def _has_fused_backward(config: Config, problem: Problem, device: Device) -> bool:
     if device.vendor not in ("cuda", "rocm"):
         return False
     from liger_registry.portable.rms_norm import FUSED
@@ -21,7 +21,7 @@ def _rms_norm_has_fused_backward(config: Config, problem: Problem, device: Devic
     return FUSED and len({problem.dtypes["x"], problem.dtypes["weight"]} - {"none"}) == 1
 
 
-def _rms_norm_slab(problem: Problem, device: Device) -> Config:
+def _slab(problem: Problem, device: Device) -> Config:
     # Three fp32 buffers of a slab stay in the cache, where an operation costs a fifth of one that walks through fresh
     # pages: the forward of 4096 x 2048 in bf16 takes a third of the eager formula's time. Processors share hundreds of
     # MiB with their neighbours, so 8 MiB are taken to be ours.
@@ -30,23 +30,23 @@ def _rms_norm_slab(problem: Problem, device: Device) -> Config:
     return Config(slab_rows=max(fits, default=64))
 
 
-def _rms_norm_slab_bytes(problem: Problem, config: Config) -> int:
+def _slab_bytes(problem: Problem, config: Config) -> int:
     return 3 * int(config.slab_rows) * int(problem.hidden) * _WIDTH.get(str(problem.dtypes["x"]), 4)
 
 
-def _rms_norm_bytes(problem: Problem, config: Config) -> int:
+def _bytes(problem: Problem, config: Config) -> int:
     buffers = 3 if problem.phase == FORWARD else 4
     return buffers * int(problem.rows) * int(problem.hidden) * _WIDTH.get(str(problem.dtypes["x"]), 4)
 
 
-def _rms_norm(phase: str) -> tuple[Implementation, ...]:
+def _implementations(phase: str) -> tuple[Implementation, ...]:
     launch = f"liger_registry.portable.rms_norm:{phase}_"
     eager = Implementation(
         op="rms_norm",
         phase=phase,
         name="eager",
         launch=launch + "eager",
-        extra_bytes=_rms_norm_bytes,
+        extra_bytes=_bytes,
         doc="the model family's formula in PyTorch operations",
     )
     functional = Implementation(
@@ -57,9 +57,9 @@ def _rms_norm(phase: str) -> tuple[Implementation, ...]:
         space=ConfigSpace()
         if phase == FORWARD
         else ConfigSpace().where(
-            _rms_norm_has_fused_backward, "torch has a fused backward on GPUs alone, for x and weight of one dtype"
+            _has_fused_backward, "torch has a fused backward on GPUs alone, for x and weight of one dtype"
         ),
-        extra_bytes=_rms_norm_bytes,
+        extra_bytes=_bytes,
         doc="torch's own fused kernel, with the family's roundings around it",
     )
     row_chunks = Implementation(
@@ -71,8 +71,8 @@ def _rms_norm(phase: str) -> tuple[Implementation, ...]:
         space=ConfigSpace(slab_rows=[64, 256, 1024, 4096])
         .where(lambda c, p, d: p.rows * p.hidden >= 1 << 20, "all of it fits the cache")
         .where(lambda c, p, d: c.slab_rows == 64 or c.slab_rows < p.rows, "the slab has more rows than there are"),
-        heuristic=_rms_norm_slab,
-        extra_bytes=_rms_norm_slab_bytes,
+        heuristic=_slab,
+        extra_bytes=_slab_bytes,
         # On a GPU each slab is a handful of launches, and there is no cache that it would have to fit.
         capability=Capability(vendor="cpu"),
         doc="the formula over slabs of rows that stay in the cache, in buffers that are used again",
@@ -80,4 +80,4 @@ def _rms_norm(phase: str) -> tuple[Implementation, ...]:
     return eager, functional, row_chunks
 
 
-IMPLEMENTATIONS = (*_rms_norm(FORWARD), *_rms_norm(BACKWARD))
+IMPLEMENTATIONS = (*_implementations(FORWARD), *_implementations(BACKWARD))

@@ -1,0 +1,22 @@
+"""``fused_linear_cross_entropy`` on NVIDIA GPUs.
+
+Its slabs are PyTorch's matrix products around ``logit_statistics``, on any device; what is left is a backward.
+"""
+
+from __future__ import annotations
+
+from liger_registry import Capability, Config, ConfigSpace, Implementation
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="fused_linear_cross_entropy",
+        scheme="grad_in_forward",
+        phase="backward",
+        name="scale_unless_one",
+        launch="liger_registry.kernels.scale:backward_scale_unless_one",
+        space=ConfigSpace(block=[2048, 4096, 8192], num_warps=[4, 8], programs_per_unit=[4, 8]),
+        heuristic=lambda problem, device: Config(block=4096, num_warps=8, programs_per_unit=8),
+        capability=Capability(vendor="cuda", min_arch="sm_80", dtypes=("float32", "float16", "bfloat16")),
+        doc="forward's gradients times the loss', in place, and untouched where that is 1",
+    ),
+)

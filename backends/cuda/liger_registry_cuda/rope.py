@@ -1,0 +1,7 @@
+"""``rope`` on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from liger_registry_cuda._rotary import implementations
+
+IMPLEMENTATIONS = implementations("rope")

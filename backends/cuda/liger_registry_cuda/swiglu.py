@@ -1,0 +1,7 @@
+"""``swiglu`` on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from liger_registry_cuda._gated import implementations
+
+IMPLEMENTATIONS = implementations("swiglu")

@@ -1,0 +1,7 @@
+"""``qk_norm_rope`` on AMD GPUs."""
+
+from __future__ import annotations
+
+from liger_registry_rocm._rotary import implementations
+
+IMPLEMENTATIONS = implementations("qk_norm_rope")

@@ -1,0 +1,234 @@
+"""Device code of losses over logits: statistics of rows of logits in blocks of columns, and the gradient of a tile.
+
+A tile is (BLOCK_ROWS, BLOCK). The target's column is kept apart from the others, so that neither loss nor gradient of a
+confident row cancels; see ``liger_registry.ops._logits``. All of it is in fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from liger_registry.kernels._rows import column_offsets
+
+# What maxima begin with: finite, so that no -inf is ever taken from another.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def tanh_and_slope(u):
+    """``tanh(u)`` and its derivative, both to a few roundings, from one exponential.
+
+    Below .3 the quotient of exponentials cancels; there a series to u^11 is off by 2e-9 at most. The derivative is
+    ``4 e / (1 + e)^2`` with ``e = exp(-2 |u|)``, which unlike ``1 - tanh^2`` keeps its digits where tanh is nearly 1.
+    """
+    size = tl.abs(u)
+    e = tl.exp(-2.0 * size)
+    r = 1.0 / (1.0 + e)
+    far = (1.0 - e) * r
+    small = tl.maximum(tl.minimum(u, 1.0), -1.0)
+    s = small * small
+    series = 0.021869488 - 0.008863235 * s
+    series = -0.053968254 + s * series
+    series = 0.13333333 + s * series
+    series = -0.33333333 + s * series
+    near = small + small * s * series
+    return tl.where(size < 0.3, near, tl.where(u < 0.0, -far, far)), 4.0 * e * r * r
+
+
+@triton.jit
+def own_columns(target, VOCAB: tl.constexpr):
+    """The columns of targets, int32, -1 where a target lies outside [0, VOCAB)."""
+    return tl.where((target >= 0) & (target < VOCAB), target, -1).to(tl.int32)
+
+
+@triton.jit
+def scan(
+    x_rows,
+    x_column,
+    W,
+    active,
+    target,
+    start,
+    step,
+    softcap,
+    scale,
+    VOCAB: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PREDICT: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    """The statistics of blocks of columns that begin at ``start`` and lie ``step`` apart, kept for each lane.
+
+    A lane's sum counts from its own maximum, so that blocks wait for no reduction; one exponential serves either case,
+    a new maximum or none. Many short sums also keep the tail of a vocabulary, which one long sum drops.
+
+    Args:
+        x_rows: (BLOCK_ROWS, 1) pointers to the rows.
+        x_column: the stride of columns, None for 1.
+        W: class weights, None for weights of 1.
+        active: (BLOCK_ROWS, 1), whether a row is read at all.
+        target: (BLOCK_ROWS,) columns, -1 for none.
+        start: the first block's first column.
+        step: columns from a block to the next.
+        softcap: fp32, if CAPPED.
+        scale: a factor on the logits, None for 1.
+        SINGLE: whether there is one block.
+
+    Returns:
+        maxima, sums of exponentials, sums of exponentials times z (each without the target), weighted sums of z,
+        largest scaled logits and their columns, each (BLOCK_ROWS, BLOCK).
+    """
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK_ROWS, BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    best = tl.full([BLOCK_ROWS, BLOCK], -float("inf"), tl.float32)
+    position = tl.zeros([BLOCK_ROWS, BLOCK], tl.int32) + (start + lane)[None, :]
+    for first in tl.range(start, VOCAB, step, num_stages=STAGES):
+        column = first + lane
+        inside = (column < VOCAB)[None, :]
+        x = tl.load(x_rows + column_offsets(column, x_column)[None, :], mask=inside & active, other=-float("inf")).to(
+            tl.float32
+        )
+        u = x if scale is None else x * scale
+        if CAPPED:
+            value, _ = tanh_and_slope(u / softcap)
+            z = softcap * value
+        else:
+            z = u
+        rest = tl.where(inside & active & (column[None, :] != target[:, None]), z, -float("inf"))
+        if ENTROPY:
+            known = tl.where(rest == -float("inf"), 0.0, rest)
+        if SINGLE:
+            largest = tl.where(rest == -float("inf"), LOWEST, rest)
+            total = tl.where(rest == -float("inf"), 0.0, 1.0)
+            if ENTROPY:
+                moment = known
+        else:
+            grows = rest > largest
+            e = tl.exp(-tl.abs(rest - largest))
+            total = tl.where(grows, total * e + 1.0, total + e)
+            if ENTROPY:
+                moment = tl.where(grows, moment * e + known, moment + e * known)
+            largest = tl.maximum(largest, rest)
+        if WEIGHTED:
+            if W is None:
+                weighted += tl.where(inside & active, z, 0.0)
+            else:
+                weight = tl.load(W + column, mask=column < VOCAB, other=1.0).to(tl.float32)
+                weighted += tl.where(inside & active, z * weight[None, :], 0.0)
+        if PREDICT:
+            better = inside & (u > best)
+            best = tl.where(better, u, best)
+            position = tl.where(better, column[None, :], position)
+    return largest, total, moment, weighted, best, position
+
+
+@triton.jit
+def merge(
+    largest,
+    total,
+    moment,
+    weighted,
+    best,
+    position,
+    WEIGHTED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PREDICT: tl.constexpr,
+):
+    """The statistics of rows from those of their lanes, or of their parts: (rows, n) each to (rows,)."""
+    top = tl.max(largest, 1)
+    factor = tl.exp(largest - top[:, None])
+    total = tl.sum(total * factor, 1)
+    moment = tl.sum(moment * factor, 1) if ENTROPY else total
+    weighted = tl.sum(weighted, 1) if WEIGHTED else total
+    if PREDICT:
+        winner = tl.max(best, 1)
+        position = tl.min(tl.where(best == winner[:, None], position, NOWHERE), 1)
+    else:
+        winner = total
+        position = tl.zeros_like(total).to(tl.int32)
+    return top, total, moment, weighted, winner, position
+
+
+@triton.jit
+def log_of(top, total):
+    """``top + log(total)``, -inf of an empty sum."""
+    empty = total == 0.0
+    return tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, total)))
+
+
+@triton.jit
+def mean_with(target_logit, there, top, total, moment):
+    """The mean of z under the softmax of the row, the target's column included; NaN of a row of -inf alone."""
+    own = tl.where(there, target_logit, -float("inf"))
+    common = tl.maximum(top, own)
+    factor, mine = tl.exp(top - common), tl.exp(own - common)
+    whole = total * factor + mine
+    nothing = whole == 0.0
+    terms = moment * factor + tl.where(own == -float("inf"), 0.0, own) * mine
+    return tl.where(nothing, float("nan"), terms / tl.where(nothing, 1.0, whole))
+
+
+@triton.jit
+def gradient_tile(
+    x,
+    column,
+    target,
+    rest_factor,
+    rest_log,
+    own_gradient,
+    weighted_factor,
+    weight,
+    mean_factor,
+    total_log,
+    mean,
+    softcap,
+    scale,
+    CAPPED: tl.constexpr,
+):
+    """The gradient of a tile of logits, fp32.
+
+    Args:
+        x: (BLOCK_ROWS, BLOCK) logits, -inf where there are none.
+        column: (BLOCK,) their columns.
+        target: (BLOCK_ROWS,) columns of the targets, -1 for none.
+        rest_factor: (BLOCK_ROWS,) factor of ``exp(z - rest_log)`` in all columns but the target's.
+        rest_log: (BLOCK_ROWS,) finite, the log of their sum.
+        own_gradient: (BLOCK_ROWS,) gradient of the target's z.
+        weighted_factor: (BLOCK_ROWS,) factor of the class weights, None for no such term.
+        weight: (BLOCK,) class weights, None for weights of 1.
+        mean_factor: (BLOCK_ROWS,) gradient of the mean of z, None for no such term.
+        total_log: (BLOCK_ROWS,) finite, the log of the sum of all exponentials.
+        mean: (BLOCK_ROWS,) the mean of z.
+        softcap: fp32, if CAPPED.
+        scale: a factor on the logits, None for 1.
+    """
+    u = x if scale is None else x * scale
+    if CAPPED:
+        value, slope = tanh_and_slope(u / softcap)
+        z = softcap * value
+    else:
+        z = u
+    own = column[None, :] == target[:, None]
+    dz = rest_factor[:, None] * tl.exp(tl.where(own, -float("inf"), z) - rest_log[:, None])
+    dz = tl.where(own, own_gradient[:, None], dz)
+    if weighted_factor is not None:
+        if weight is None:
+            dz += weighted_factor[:, None]
+        else:
+            dz += weighted_factor[:, None] * weight[None, :]
+    if mean_factor is not None:
+        share = mean_factor[:, None] * tl.exp(z - total_log[:, None])
+        dz += share * tl.where(z == -float("inf"), 0.0, 1.0 + z - mean[:, None])
+    if CAPPED:
+        dz *= slope
+    return dz if scale is None else dz * scale

@@ -1,0 +1,379 @@
+"""Losses over a linear head, slab by slab: matrix products of PyTorch around a stage on each slab of logits.
+
+Two ways to cut ``hidden @ weight.T``: some rows of all columns, or some columns of all rows. Both reuse one slab of
+memory, and the stage writes the gradient of the logits into it. Operands are matrices: hidden (tokens, hidden), weight
+(vocab, hidden), bias (vocab,), targets and statistics (tokens,).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_registry.kernels.linear_heuristics import ADDED_ROWS, BLOCK, pitch, slab_columns, stage_rows
+
+Stage = Callable[..., tuple[Any, ...]]
+#: A logsumexp beside which no logit counts; twice as much, times 0, is still 0.
+FAR = 1e30
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a loss knows of each row, (rows,) each; None for what was not asked for. See ``logit_statistics``."""
+
+    log_rest: Tensor
+    target_logit: Tensor
+    weighted_sum: Tensor | None = None
+    mean_logit: Tensor | None = None
+    best: Tensor | None = None
+    prediction: Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: fp32, for float64 float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def new_slab(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Memory for (rows, columns) of logits, and narrower slabs; on a GPU rows begin at multiples of 64 elements."""
+    step = pitch(columns) if like.is_cuda else columns
+    return like.new_empty(rows * step)
+
+
+def cut_slab(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """A (rows, columns) view of the slab's memory."""
+    step = pitch(columns) if memory.is_cuda else columns
+    return memory[: rows * step].view(rows, step)[:, :columns]
+
+
+def logits_into(slab: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``slab = hidden @ weight.T + bias``, rounded once."""
+    if in_blocks(hidden):
+        add_blocks(slab, hidden, weight.t(), None if bias is None else bias.expand(slab.shape))
+    elif bias is None:
+        torch.mm(hidden, weight.t(), out=slab)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=slab)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """``total += left @ right``, or ``total = left @ right`` for the first; total may be of a wider dtype."""
+    if in_blocks(left):
+        add_blocks(total, left, right, None if first else total)
+    elif total.dtype == left.dtype:
+        if first:
+            torch.mm(left, right, out=total)
+        else:
+            torch.addmm(total, left, right, out=total)
+    elif total.is_cuda and torch.version.hip is None:
+        if first:
+            torch.mm(left, right, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # no such product here: parts of it are rounded once and then added in the wider dtype
+        for start in range(0, total.shape[0], ADDED_ROWS):
+            part = torch.mm(left[start : start + ADDED_ROWS], right)
+            if first:
+                total[start : start + ADDED_ROWS] = part
+            else:
+                total[start : start + ADDED_ROWS] += part
+
+
+@functools.cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether the processor has products of 16-bit numbers."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return name is None or bool(getattr(torch.ops.mkldnn, name, lambda: False)())
+
+
+def in_blocks(operand: Tensor) -> bool:
+    """Whether products are made of blocks in fp32: on a CPU that has none in 16 bits.
+
+    PyTorch's own takes 224 s there for (128, 151936) @ (151936, 1024) in bf16, blocks take 1.
+    """
+    return operand.device.type == "cpu" and not _multiplies(operand.dtype)
+
+
+def add_blocks(out: Tensor, left: Tensor, right: Tensor, addend: Tensor | None) -> None:
+    """``out = left @ right + addend`` from products of blocks in fp32, rounded once; addend may be out itself."""
+    sides = [min(side, BLOCK) for side in (left.shape[0], left.shape[1], right.shape[1])]
+    # Used again for every block: fresh pages would take longer than the products.
+    whole, first, second = (
+        torch.empty(rows * columns, dtype=torch.float32)
+        for rows, columns in ((sides[0], sides[2]), (sides[0], sides[1]), (sides[1], sides[2]))
+    )
+
+    def block(memory: Tensor, source: Tensor) -> Tensor:
+        if source.stride(0) == 1 != source.stride(1):  # a transposed matrix, which a product takes as it is
+            return block(memory, source.t()).t()
+        return memory[: source.numel()].view(source.shape).copy_(source)
+
+    for rows in row_slabs(left.shape[0], BLOCK):
+        for columns in row_slabs(right.shape[1], BLOCK):
+            place = out[rows, columns]
+            total = whole[: place.numel()].view(place.shape)
+            total.zero_() if addend is None else total.copy_(addend[rows, columns])
+            for depth in row_slabs(left.shape[1], BLOCK):
+                total.addmm_(block(first, left[rows, depth]), block(second, right[depth, columns]))
+            place.copy_(total)
+
+
+def add_columns(total: Tensor, slab: Tensor, first: bool) -> None:
+    """``total += slab.sum(0)`` in the dtype of total; on a CPU a sum in another dtype would copy the slab first."""
+    found = slab.sum(0, dtype=total.dtype) if slab.is_cuda else slab.sum(0)
+    total.copy_(found) if first else total.add_(found)
+
+
+def row_slabs(count: int, rows: int) -> Iterator[slice]:
+    """Slices of so many rows, the last one with what is left."""
+    for start in range(0, count, rows):
+        yield slice(start, min(start + rows, count))
+
+
+def _pieces(slab: Tensor) -> list[slice]:
+    """What a stage gets at once: all rows on a GPU; on a CPU few enough for its fp32 copies to stay small."""
+    if slab.is_cuda:
+        return [slice(0, slab.shape[0])]
+    rows = stage_rows(slab.shape[1], wide(slab.dtype).itemsize)
+    return [*row_slabs(slab.shape[0], rows)] or [slice(0, 0)]
+
+
+def statistics(stage: Stage, slab: Tensor, target: Tensor, class_weight: Tensor | None, **options: Any) -> Statistics:
+    """The statistics of a slab of logits."""
+    found = [stage(slab[rows], target[rows], class_weight, in_place=False, **options)[:6] for rows in _pieces(slab)]
+    if len(found) == 1:
+        return Statistics(*found[0])
+    columns: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
+    return Statistics(*columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """The derivatives of a loss by the statistics of each row, (rows,) each.
+
+    Attributes:
+        rest: by ``log_rest``.
+        target: by ``target_logit``.
+        total: by the logsumexp, of a row whose target is no column: ``rest`` without the factor ``1 - p``.
+        logsumexp: of each row.
+        weighted: by ``weighted_sum``.
+        mean: by ``mean_logit``.
+    """
+
+    rest: Tensor
+    target: Tensor
+    total: Tensor
+    logsumexp: Tensor
+    weighted: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def slopes_of(
+    found: Statistics,
+    loss: Tensor,
+    logsumexp: Tensor | None,
+    weighted: Tensor | None = None,
+    mean: Tensor | None = None,
+) -> Slopes:
+    """The derivatives by statistics from those by what they make.
+
+    Args:
+        found: the statistics.
+        loss: (rows,), by ``softplus(log_rest - target_logit)``, the target's negative log-probability.
+        logsumexp: (rows,), by the logsumexp, or None.
+        weighted: (rows,), by ``weighted_sum``.
+        mean: (rows,), by ``mean_logit``.
+    """
+    gap = found.log_rest - found.target_logit
+    # 1 - p of the target, to all digits however confident the row.
+    own = torch.sigmoid(gap) * loss
+    whole = torch.logaddexp(found.log_rest, found.target_logit)
+    if logsumexp is None:
+        return Slopes(own, -own, loss, whole, weighted, mean)
+    rest = own + torch.sigmoid(gap) * logsumexp
+    return Slopes(rest, torch.sigmoid(-gap) * logsumexp - own, loss + logsumexp, whole, weighted, mean)
+
+
+def gradient(
+    stage: Stage,
+    slab: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    found: Statistics,
+    slopes: Slopes,
+    **options: Any,
+) -> Tensor:
+    """The gradient of a slab of logits, in the slab's memory."""
+
+    def cut(vector: Tensor | None, rows: slice) -> Tensor | None:
+        return None if vector is None else vector[rows]
+
+    for rows in _pieces(slab):
+        part = slab[rows]
+        grads = [cut(v, rows) for v in (slopes.rest, slopes.target, slopes.weighted, slopes.mean)]
+        kept = [cut(v, rows) for v in (found.log_rest, found.target_logit, found.mean_logit)]
+        (result,) = stage(
+            *grads,
+            None,
+            None,
+            part,
+            target[rows],
+            class_weight,
+            *kept,
+            needs=(True,),
+            predict=False,
+            in_place=True,
+            **options,
+        )
+        if result.data_ptr() != part.data_ptr():  # a stage may work in place, it need not
+            part.copy_(result)
+    return slab
+
+
+def over_vocab(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    stage: Stage,
+    slabs: int,
+    options: Mapping[str, Any],
+) -> Statistics:
+    """The statistics of all rows from slabs of the vocabulary.
+
+    Args:
+        hidden: (rows, hidden).
+        weight: (vocab, hidden).
+        target: (rows,), int64.
+        bias: (vocab,), or None.
+        class_weight: (vocab,) in the dtype of statistics, or None.
+        stage: ``logit_statistics``.
+        slabs: of the vocabulary.
+        options: of the stage.
+    """
+    vocab = weight.shape[0]
+    columns = slab_columns(vocab, slabs)
+    memory = new_slab(hidden, hidden.shape[0], columns)
+    total: Statistics | None = None
+    for start in range(0, vocab, columns):
+        here = slice(start, min(start + columns, vocab))
+        slab = cut_slab(memory, hidden.shape[0], here.stop - start)
+        logits_into(slab, hidden, weight[here], None if bias is None else bias[here])
+        weights = None if class_weight is None else class_weight[here]
+        found = statistics(stage, slab, target - start, weights, **options)
+        if found.prediction is not None:
+            # By the logits before the cap, which, saturating, makes large ones equal.
+            found.best = (
+                slab.gather(1, found.prediction[:, None]).squeeze(1).to(found.log_rest.dtype) * options["scale"]
+            )
+            found.prediction = found.prediction + start
+        if total is None:
+            total = found
+        else:
+            _merge(total, found, target, start, here.stop)
+    assert total is not None
+    return total
+
+
+def _merge(total: Statistics, found: Statistics, target: Tensor, start: int, stop: int) -> None:
+    """Put the statistics of columns ``start`` to ``stop`` to those of all columns before them."""
+    if total.mean_logit is not None:
+        assert found.mean_logit is not None
+        before = _logsumexp(total, (target >= 0) & (target < start))
+        here = _logsumexp(found, (target >= start) & (target < stop))
+        share = torch.sigmoid(here - before)
+        moved = torch.lerp(total.mean_logit, found.mean_logit, share)
+        # Columns of nothing but -inf have no mean.
+        moved = torch.where(here == -torch.inf, total.mean_logit, moved)
+        total.mean_logit = torch.where(before == -torch.inf, found.mean_logit, moved)
+    total.log_rest = torch.logaddexp(total.log_rest, found.log_rest)
+    total.target_logit = total.target_logit + found.target_logit
+    if total.weighted_sum is not None:
+        assert found.weighted_sum is not None
+        total.weighted_sum = total.weighted_sum + found.weighted_sum
+    if total.prediction is not None:
+        assert total.best is not None
+        assert found.best is not None
+        assert found.prediction is not None
+        # Of equal ones the first, which is in the lower slab.
+        total.prediction = torch.where(found.best > total.best, found.prediction, total.prediction)
+        total.best = torch.maximum(found.best, total.best)
+
+
+def _logsumexp(found: Statistics, there: Tensor) -> Tensor:
+    """The logsumexp of the columns that were seen; their statistics have the target apart where it is among them."""
+    return torch.where(there, torch.logaddexp(found.log_rest, found.target_logit), found.log_rest)
+
+
+def gradients_over_vocab(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    found: Statistics,
+    slopes: Slopes,
+    stage: Stage,
+    slabs: int,
+    needs: tuple[bool, ...],
+    options: Mapping[str, Any],
+    factor: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden, weight and bias from slabs of the vocabulary.
+
+    Each row of the head's gradient is complete in one slab and rounded once; that of the hidden states sums over the
+    slabs in fp32.
+
+    Args:
+        hidden: (rows, hidden).
+        weight: (vocab, hidden).
+        target: (rows,), int64.
+        bias: (vocab,), or None.
+        class_weight: (vocab,) in the dtype of statistics, or None.
+        found: the statistics of whole rows.
+        slopes: the derivatives by them.
+        stage: the backward of ``logit_statistics``.
+        slabs: of the vocabulary.
+        needs: which of the three are needed.
+        options: of the stage.
+        factor: 0-dim; the gradients come in fp32 and times this. None for the inputs' dtypes.
+
+    Returns:
+        The gradients, None for those not needed.
+    """
+    count, vocab, sums = hidden.shape[0], weight.shape[0], wide(hidden.dtype)
+    held = hidden.dtype if factor is None else sums
+    d_hidden = hidden.new_empty(hidden.shape, dtype=sums) if needs[0] else None
+    d_weight = weight.new_empty(weight.shape, dtype=held) if needs[1] else None
+    d_bias = weight.new_empty(vocab, dtype=held) if needs[2] and bias is not None else None
+    columns = slab_columns(vocab, slabs)
+    memory = new_slab(hidden, count, columns)
+    for start in range(0, vocab, columns):
+        here = slice(start, min(start + columns, vocab))
+        slab = cut_slab(memory, count, here.stop - start)
+        logits_into(slab, hidden, weight[here], None if bias is None else bias[here])
+        # A row whose target is in another slab is one without: its softmax is over everything.
+        inside = (target >= start) & (target < here.stop)
+        local = Statistics(
+            torch.where(inside, found.log_rest, slopes.logsumexp), found.target_logit, mean_logit=found.mean_logit
+        )
+        rest = torch.where(inside, slopes.rest, slopes.total)
+        mine = Slopes(rest, slopes.target, slopes.total, slopes.logsumexp, slopes.weighted, slopes.mean)
+        weights = None if class_weight is None else class_weight[here]
+        gradient(stage, slab, target - start, weights, local, mine, **options)
+        if d_hidden is not None:
+            add_product(d_hidden, slab, weight[here], start == 0)
+        if d_weight is not None:
+            add_product(d_weight[here], slab.t(), hidden, True)
+        if d_bias is not None:
+            add_columns(d_bias[here], slab, True)
+    found_all = (d_hidden, d_weight, d_bias)
+    if factor is not None:
+        return tuple(None if g is None else g.mul_(factor) for g in found_all)  # type: ignore[return-value]
+    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias

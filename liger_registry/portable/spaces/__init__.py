@@ -1,0 +1,1 @@
+"""What the PyTorch implementations can do and which configs they have, one module an operation; imports no torch."""

@@ -1,0 +1,7 @@
+"""``relu_squared`` in PyTorch: what each implementation can do."""
+
+from __future__ import annotations
+
+from liger_registry.portable.spaces._gated import implementations
+
+IMPLEMENTATIONS = implementations("relu_squared", "relu_squared_")

@@ -1,0 +1,7 @@
+"""``tvd`` in PyTorch: what each implementation can do, and which configs it has."""
+
+from __future__ import annotations
+
+from liger_registry.portable.spaces._divergences import implementations
+
+IMPLEMENTATIONS = implementations("tvd")

@@ -1,0 +1,1 @@
+"""The losses that models' forwards call."""
