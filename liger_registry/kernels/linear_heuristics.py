@@ -29,8 +29,9 @@ FULL_COLUMNS = 8192
 ADDED_ROWS = 4096
 #: Rows and columns of the fp32 blocks of which products are made on a CPU without any in 16 bits.
 BLOCK = 2048
-#: Bytes of the fp32 copies that a stage in PyTorch operations makes at once on a CPU.
-STAGE_BYTES = 64 << 20
+#: Bytes of the fp32 copies that a stage in PyTorch operations makes at once on a CPU, and how many copies of a slab
+#: these are at most, with a cap, an entropy and a prediction.
+STAGE_BYTES, STAGE_COPIES = 64 << 20, 6
 _SIZE = {"float64": 8, "float32": 4}
 # Per-token vectors of statistics, their gradients and targets that are alive at once, in bytes a row; and what a stage
 # that splits columns holds of a row, 64 parts of up to six statistics.
@@ -66,12 +67,12 @@ def slab_columns(vocab: int, slabs: int) -> int:
 
 def stage_rows(vocab: int, element: int) -> int:
     """Rows that a stage in PyTorch operations gets at once on a CPU."""
-    return max(1, STAGE_BYTES // (3 * vocab * element))
+    return max(1, STAGE_BYTES // (STAGE_COPIES * vocab * element))
 
 
 def _stage_bytes(rows: int, columns: int, hidden: int, element: int) -> int:
     """Bytes of a stage, or of the three blocks of a product: never both at once."""
-    stage = 3 * min(rows, stage_rows(columns, element)) * columns
+    stage = STAGE_COPIES * min(rows, stage_rows(columns, element)) * columns
     sides = [min(side, BLOCK) for side in (rows, columns, hidden)]
     blocks = sides[0] * sides[1] + sides[1] * sides[2] + sides[2] * sides[0]
     return max(stage, blocks) * element + rows * _STAGE_ROW
