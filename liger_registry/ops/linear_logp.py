@@ -271,6 +271,7 @@ def calls(architecture: Architecture, tokens: int, dtype: str) -> Iterable[Descr
 
 
 OP = Op(
+    by_name=True,
     name="linear_logp",
     doc="Each token's log-probability under a linear output head, without materialising the logits.",
     inputs=(Input("hidden"), Input("weight"), Input("target", differentiable=False), Input("bias", optional=True)),
