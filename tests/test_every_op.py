@@ -205,7 +205,7 @@ def test_compiled_in_one_graph(call):
     close(every_op.gradients(call, mine, again), every_op.gradients(call, right, inputs))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ALL, ids=str)
 def test_compiled_by_inductor(call):
     def step(*tensors):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from liger_registry.config import Config
 from liger_registry.problem import BACKWARD, FORWARD, Problem
 from liger_registry.table import Choice, Provenance, Stored
-from liger_registry.tuning.report import DEFAULT, NOTHING, REUSED, TUNED, UNTUNED, Row
+from liger_registry.tuning.report import DEFAULT, NOTHING, REUSED, TOO_SLOW, TUNED, UNTUNED, Row
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog
@@ -55,10 +55,15 @@ def scheme_row(run: Phases, problem: Problem) -> Row:
         backward = replace(problem, scheme=scheme.name, phase=BACKWARD)
         # Without a gradient there is no backward, and the cheapest forward decides.
         phases = (forward, backward) if any(op.needs(backward)) else (forward,)
-        rows += [run.tune(phase) for phase in phases]
+        mine: list[Row] = []
+        for phase in phases:
+            mine.append(run.tune(phase))
+            if mine[-1].status == TOO_SLOW:
+                break  # its backward takes as long, and holding that against float64 takes minutes
+        rows += mine
         table = run.store.load(run.device, op.name)
         found = [stored for phase in phases if (stored := table.decision(phase, run.protocol)) is not None]
-        if len(found) == len(phases) and all(row.choice is not None for row in rows[-len(phases) :]):
+        if len(found) == len(phases) == len(mine) and all(row.choice is not None for row in mine):
             choice = Choice(f"scheme:{scheme.name}", Config())
             parts[choice], totals[choice] = found, sum(stored.time_us for stored in found)
     open_rows = [row for row in rows if row.choice is None]

@@ -9,10 +9,10 @@ from liger_registry.testing import conformance_cases
 
 
 def cases():
-    """All cases; the first tier takes one in 40 of each operation, the second one in 8, the last all of them."""
+    """All cases; the first tier takes one in 40 of each operation, the second one in 24, the last all of them."""
     for op in registry.catalog.ops():
         for number, case in enumerate(conformance_cases(op.name, device="interpreter")):
-            marks = () if number % 40 == 7 else (pytest.mark.ci,) if number % 8 == 3 else (pytest.mark.slow,)
+            marks = () if number % 40 == 7 else (pytest.mark.ci,) if number % 24 == 3 else (pytest.mark.slow,)
             yield pytest.param(case, id=str(case), marks=marks)
 
 

@@ -14,7 +14,9 @@ IMPLEMENTATIONS = (
         phase="backward",
         name="scale_unless_one",
         launch="liger_registry.kernels.scale:backward_scale_unless_one",
-        space=ConfigSpace(block=[2048, 4096, 8192], num_warps=[4, 8], programs_per_unit=[4, 8]),
+        space=ConfigSpace(block=[2048, 4096, 8192], num_warps=[4, 8], programs_per_unit=[4, 8]).where(
+            lambda c, p, d: int(c.block) <= 1024 * int(c.num_warps), "64 elements a thread spill"
+        ),
         heuristic=lambda problem, device: Config(block=4096, num_warps=8, programs_per_unit=8),
         capability=Capability(vendor="cuda", min_arch="sm_80", dtypes=("float32", "float16", "bfloat16")),
         doc="forward's gradients times the loss', in place, and untouched where that is 1",
