@@ -49,7 +49,7 @@ class Chooser(Protocol):
     ) -> tuple[Decision, Device]:
         """The decision for one phase of a call under a handle's pins and budget, and the device it is for."""
 
-    def stages_of(self, pins: tuple[Any, ...] = (), budget: int | None = None) -> AbstractContextManager[None]:
+    def stages_of(self, pins: tuple[Any, ...] = ()) -> AbstractContextManager[None]:
         """Within it the chooser answers for the stages of composites."""
 
     @property
@@ -169,7 +169,7 @@ class Handle:
         backward = None
         if any(needs):
             backward, _ = self._chooser.choose(op, tensors, options, "backward", needs, self.own_pins, self.budget)
-        with self._chooser.stages_of(self.own_pins, self.budget):
+        with self._chooser.stages_of(self.own_pins):
             return _entry(op, scheme, forward, backward, device, options, needs)
 
 
@@ -207,13 +207,14 @@ def _entry(
     options: dict[str, Any],
     needs: tuple[bool, ...],
 ) -> Entry:
+    def told(decision: Decision) -> tuple[bool, ...] | None:
+        return needs if op.takes_needs(decision.problem.phase, scheme.name) else None
+
     def bound(decision: Decision) -> Callable[..., tuple[Any, ...]]:
-        told = needs if op.takes_needs(decision.problem.phase, scheme.name) else None
-        return decision.implementation.bind(decision.config, device, options, told, decision.problem)
+        return decision.implementation.bind(decision.config, device, options, told(decision), decision.problem)
 
     def plain(decision: Decision) -> Callable[..., tuple[Any, ...]]:
-        told = needs if op.takes_needs(decision.problem.phase, scheme.name) else None
-        return reference_implementation(op, decision.problem).bind(Config(), device, options, told)
+        return reference_implementation(op, decision.problem).bind(Config(), device, options, told(decision))
 
     names = [i.name for i in op.inputs]
     differentiable = op.differentiable

@@ -90,7 +90,7 @@ class LibraryFace:
             device_type = values[0].device.type
             dtype = torch.get_autocast_dtype(device_type)
             for position in self.autocast:
-                if values[position] is not None:
+                if values[position] is not None and values[position].dtype != torch.float64:
                     values[position] = values[position].to(dtype)
             with torch.autocast(device_type, enabled=False):
                 return self._run(values)
@@ -249,10 +249,9 @@ class LibraryOperators:
         promised = self._fake_backward(*_on_meta(args))
         distinct = {id(g): g for g in reversed(found)}
         # An operator may not return one tensor twice.
-        fresh = [
+        return [
             _as(g if distinct.pop(id(g), None) is g else g.clone(), e) for g, e in zip(found, promised, strict=True)
         ]
-        return fresh
 
     def _plain_backward(
         self, inputs: Tensors, options: dict[str, Any], needs: tuple[bool, ...]

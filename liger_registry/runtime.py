@@ -175,12 +175,12 @@ class Registry(Assembly):
         """For the library face: the launch function of one phase with everything but its tensors filled in."""
         # A graph that was traced has the shapes of one scheme in it.
         decision, device = self.choose(op, tensors, options, phase, needs, pins, budget, scheme)
-        told = needs if op.takes_needs(phase, scheme) else None
-        with self.stages_of(pins, budget):
+        with self.stages_of(pins):
+            told = needs if op.takes_needs(phase, scheme) else None
             return decision.implementation.bind(decision.config, device, options, told, decision.problem)
 
-    def stages_of(self, pins: Pins = (), budget: int | None = None) -> AbstractContextManager[None]:
-        """Within it this registry answers for the stages of composites, under a handle's terms."""
+    def stages_of(self, pins: Pins = ()) -> AbstractContextManager[None]:
+        """Within it this registry answers for the stages of composites, under a handle's pins."""
 
         def decide(problem: Problem, device: Device) -> tuple[Implementation, Config]:
             self._note((device.fingerprint, problem))

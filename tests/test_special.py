@@ -200,3 +200,12 @@ def test_conformance_covers_all_of_it(registry):
     text = " ".join(map(str, cases))
     for part in ("grad_in_forward-backward", "recompute-backward", "in_place=True", "return_rows=True", "needs=weight"):
         assert part in text
+
+
+def test_autocast_leaves_float64_alone_in_both_faces(op):
+    x, weight = leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = op(x, weight)
+        compiled = torch.compile(lambda a, b: op(a, b), backend="aot_eager", fullgraph=True)(x, weight)
+    assert loss.dtype == compiled.dtype == torch.float64
+    assert torch.equal(loss, compiled)

@@ -94,13 +94,13 @@ class Run:
         if stored is not None and not missing:
             return replace(row, choice=stored.choice, time_us=stored.time_us, default_us=stored.default_us)
         try:
-            self._stages(problem, legal)
             if (
                 first is None
                 and self.device.vendor in ("cpu", "interpreter")
                 and (slow := self._too_slow(problem, default))
             ):
                 return replace(row, status=TOO_SLOW, detail=slow)
+            self._stages(problem, legal)
             new = self._first_look(problem, missing, known)
             row = replace(row, measured=len(new))
             known.update(new)
