@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from liger_registry.errors import UnsupportedTransformError
+from liger_registry.guards import never
 from liger_registry.launch import NotLoaded
 from liger_registry.library import transform_error
 
@@ -51,6 +52,7 @@ class Entry:
         saved_inputs: positions of the inputs that backward reads.
         special: what the operation has beyond the plain case; None for the plain one.
         gradients: for each input the position of its gradient among backward's results; None if not differentiable.
+        guard: ``(*inputs)`` to whether a call's tensors are like those that this one was resolved for.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -61,6 +63,7 @@ class Entry:
     saved_inputs: tuple[int, ...]
     gradients: tuple[int | None, ...]
     special: Special | None = None
+    guard: Callable[..., bool] = never
 
     def run(self, *tensors: Tensor | None) -> Any:  # noqa: ANN401 - a tensor, or a tuple where there are several outputs
         """The outputs, without a graph."""

@@ -20,6 +20,7 @@ from liger_registry.config import Config
 from liger_registry.decision import Decision
 from liger_registry.device import Device
 from liger_registry.explain import Explanations
+from liger_registry.guards import make_guard, never
 from liger_registry.library import LibraryFace, describe_face, terms_text, transform_error
 from liger_registry.memo import keep
 from liger_registry.op import Op, Scheme
@@ -32,6 +33,16 @@ Tensor = torch.Tensor
 MEMO = 4096
 # Only these exact types take the eager face: a subclass has semantics of its own, which the library face keeps.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Memo(dict[Any, Entry]):
+    """Resolved calls by their keys, and the last of them: its guard, its state and its entry."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: tuple[Callable[..., bool], Any, Entry | None] = never, None, None
 
 
 class Chooser(Protocol):
@@ -85,7 +96,7 @@ class Handle:
         self.own_pins = pins
         self.budget = budget
         self._chooser = chooser
-        self._memo: dict[Any, Entry] = {}
+        self._memo = Memo()
         self.face = describe_face(op, terms_text(chooser, pins, budget, chooser.public))
         self._library = LibraryFace(self.face)
         self.__name__ = op.name
@@ -105,7 +116,7 @@ class Handle:
 
     def forget(self) -> None:
         """Drop the memo; the next call of each shape asks the tiers again."""
-        self._memo = {}
+        self._memo = Memo()
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanations:
         """Why a call with these arguments would run what it runs; prints as text, ``to_json()`` gives it as data."""
@@ -170,7 +181,7 @@ class Handle:
         if any(needs):
             backward, _ = self._chooser.choose(op, tensors, options, "backward", needs, self.own_pins, self.budget)
         with self._chooser.stages_of(self.own_pins):
-            return _entry(op, scheme, forward, backward, device, options, needs)
+            return _entry(op, scheme, forward, backward, device, tensors, options, needs)
 
 
 _classes: dict[str, tuple[Op, type[Handle]]] = {}
@@ -204,6 +215,7 @@ def _entry(
     forward: Decision,
     backward: Decision | None,
     device: Device,
+    tensors: Tensors,
     options: dict[str, Any],
     needs: tuple[bool, ...],
 ) -> Entry:
@@ -227,6 +239,7 @@ def _entry(
         special=_special(op, scheme, options),
         saved_inputs=tuple(names.index(name) for name in scheme.saved_inputs),
         gradients=tuple(differentiable.index(n) if n in differentiable else None for n in names),
+        guard=make_guard(tensors),
     )
 
 
