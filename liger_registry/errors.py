@@ -145,6 +145,14 @@ class UnsupportedTransformError(RegistryError, RuntimeError):
     """Double backward, ``vmap`` or forward-mode differentiation through a fused operation."""
 
 
+class AdapterError(RegistryError, ValueError):
+    """A model that does not take what was asked for."""
+
+
+class LateReadError(RegistryError, RuntimeError):
+    """Logits that were left out, asked for after the weights they would be computed from have changed."""
+
+
 class RegistryWarning(UserWarning):
     """Base of every warning this package gives."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from liger_registry.errors import PluginError, PluginWarning, RegistryError
 from liger_registry.implementation import OWN_DISTRIBUTION
@@ -91,6 +91,22 @@ def load_kernels(
     records = tuple(_load(plugin, settings, stage) for plugin in (scan(KERNELS) if found is None else found))
     catalog.failed = tuple(record for record in records if record.status != LOADED)
     return records
+
+
+class Stages(Protocol):
+    """What takes in the ``register`` of a distribution's adapters: whole, or not at all."""
+
+    def stage(self, distribution: str, register: Callable[[Any], None]) -> None:
+        """Run ``register`` with what it may register with."""
+
+
+def load_adapters(adapters: Stages, settings: Settings) -> tuple[PluginRecord, ...]:
+    """Load every plugin of the group ``liger_registry.adapters``."""
+
+    def stage(plugin: _Found) -> None:
+        adapters.stage(plugin.distribution, plugin.entry.load())
+
+    return tuple(_load(plugin, settings, stage) for plugin in scan(ADAPTERS))
 
 
 def tuning_roots(settings: Settings) -> tuple[tuple[Path, ...], tuple[PluginRecord, ...]]:

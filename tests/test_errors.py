@@ -37,6 +37,8 @@ BUILTINS = {
     "SettingError": ValueError,
     "TritonMissingError": ImportError,
     "UnsupportedTransformError": RuntimeError,
+    "AdapterError": ValueError,
+    "LateReadError": RuntimeError,
 }
 
 

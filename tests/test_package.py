@@ -30,6 +30,7 @@ ENTRY_POINTS = {
         "cuda": "liger_registry_cuda:register",
         "rocm": "liger_registry_rocm:register",
     },
+    "liger_registry.adapters": {"engine": "liger_registry.transformers.engine.builtin:register"},
     "liger_registry.tunings": {"shipped": "liger_registry_tunings"},
 }
 
@@ -150,7 +151,7 @@ def test_the_packages_come_from_the_installation(installed):
 def test_the_entry_points_load(installed):
     code = """
 from importlib.metadata import entry_points
-for group in ("liger_registry.kernels", "liger_registry.tunings"):
+for group in ("liger_registry.kernels", "liger_registry.adapters", "liger_registry.tunings"):
     for point in entry_points(group=group):
         point.load()
         print(group, point.name, point.dist.name)

@@ -13,8 +13,9 @@ from liger_registry.cli._errors import FAILED
 def plugins(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the plugins found. Exit code 1 if one failed to load."""
     from liger_registry.runtime import registry
+    from liger_registry.transformers.engine.adapters import adapters
 
-    records = registry.plugins()
+    records = (*registry.plugins(), *adapters().records)
     if json:
         _render.emit_json([_render.fields(record) for record in records])
     else:

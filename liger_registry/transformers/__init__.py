@@ -13,7 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from liger_registry.transformers.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_registry.transformers.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
+    from liger_registry.transformers.engine.adapters import Adapter as Adapter
+    from liger_registry.transformers.engine.apply import Applied as Applied
+    from liger_registry.transformers.engine.apply import applied_to as applied_to
+    from liger_registry.transformers.engine.apply import apply as apply
+    from liger_registry.transformers.engine.binding import Binding as Binding
+    from liger_registry.transformers.engine.report import Report as Report
+    from liger_registry.transformers.engine.report import Row as Row
     from liger_registry.transformers.functional import CrossEntropyOutput as CrossEntropyOutput
     from liger_registry.transformers.functional import liger_cross_entropy as liger_cross_entropy
     from liger_registry.transformers.functional import liger_fused_add_rms_norm as liger_fused_add_rms_norm
@@ -70,7 +78,12 @@ if TYPE_CHECKING:
     from liger_registry.transformers.tvd import LigerTVDLoss as LigerTVDLoss
 
 _NAMES = {
+    "auto_model": "AutoLigerKernelForCausalLM",
     "cross_entropy": "LigerCrossEntropyLoss",
+    "engine.adapters": "Adapter",
+    "engine.apply": "Applied apply applied_to",
+    "engine.binding": "Binding",
+    "engine.report": "Report Row",
     "functional": "CrossEntropyOutput liger_cross_entropy liger_fused_add_rms_norm liger_fused_linear_cross_entropy "
     "liger_fused_linear_jsd liger_geglu liger_group_norm liger_jsd liger_kl_div liger_layer_norm liger_qwen2vl_mrope "
     "liger_relu_squared liger_rms_norm liger_rope liger_softmax liger_swiglu liger_tvd",
@@ -95,9 +108,12 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
+_MONKEY = ("apply_liger_kernel_to_", "_apply_liger_kernel", "MODEL_TYPE_TO_APPLY_LIGER_FN")
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name.startswith(_MONKEY):
+        return getattr(importlib.import_module(f"{__name__}.monkey_patch"), name)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,1 @@
+"""The adapter engine: finds what it can speed up in a model by what its code does, and binds it on that instance."""
