@@ -161,7 +161,7 @@ class Handle:
             return self._library.call(tensors, options)
         memo = self._memo  # the one from before: what was decided while it was forgotten is forgotten with it
         entry = self._resolve(tensors, options)
-        if key is not None and not _capturing(given[0]):
+        if key is not None and not capturing(given):
             keep(memo, key, entry, MEMO)
         if entry.backward is None:
             return entry.run(*tensors)
@@ -272,5 +272,6 @@ def _tangent(tensor: Tensor) -> object:
     return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
 
 
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def capturing(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the current stream is being captured into a graph, where some of the tensors are a GPU's."""
+    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()

@@ -23,7 +23,7 @@ from liger_registry.errors import (
 )
 from liger_registry.explain import Explanation, Explanations, explain
 from liger_registry.freezing import Freezer, make_plan, tabled
-from liger_registry.handle import Handle, make_handle
+from liger_registry.handle import Handle, capturing, make_handle
 from liger_registry.library import Face, LibraryFace
 from liger_registry.memo import keep
 from liger_registry.op import Op
@@ -239,7 +239,7 @@ class Registry(Assembly):
         key = device.fingerprint, problem
         self._note(key)
         if (known := memo.get(key)) is None:
-            if _capturing(tensors):
+            if capturing(tensors):
                 return able[0].name  # no table is read and nothing is decided for later
             known = self.dispatcher.decide_scheme(problem, device).scheme
             known = known if known in [s.name for s in able] else able[0].name
@@ -263,7 +263,7 @@ class Registry(Assembly):
         problem, budget = self.problem_of(op, tensors, options, phase, needs, budget, scheme)
         device, terms = self.device_of(tensors), self.terms(pins, budget)
         self._note((device.fingerprint, problem))
-        if _capturing(tensors):
+        if capturing(tensors):
             known = self._memo.get((device.fingerprint, problem, terms))
             return known or self.dispatcher.decide_without_io(problem, device, terms), device
         return self.decide(problem, device, terms), device
@@ -384,10 +384,6 @@ class Registry(Assembly):
         """Remember that a call asked for a problem."""
         self._asked.pop(key, None)
         keep(self._asked, key, None, CALLED)
-
-
-def _capturing(tensors: Tensors) -> bool:
-    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 registry = Registry()

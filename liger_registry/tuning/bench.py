@@ -9,8 +9,8 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from liger_registry.tuning.candidates import Candidate
 from liger_registry.tuning.case_cache import CaseCache
 from liger_registry.tuning.cases import CONTIGUOUS, Recipe, recipes
 from liger_registry.tuning.measure import CPU_CALL_S, CpuTimer, CudaTimer, Timer, extra_bytes, measure
+from liger_registry.tuning.outcome import Outcome, failure
 from liger_registry.tuning.verify import Verification, proxies_for, verify, walk_for
 from liger_registry.tuning.whole import References, verify_whole
 
@@ -37,79 +38,6 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at which other processes use the device.
 _LOOK_S = 5.0
-_GPU_FAULTS = ("CUDA error", "HIP error", "illegal memory access", "misaligned address", "device-side assert")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one candidate in one step.
-
-    Attributes:
-        status: that of a sample, such as ``ok`` or ``wrong``; empty for a candidate whose turn did not come.
-        detail: why it failed, in one line.
-        time_us: the interquartile mean in microseconds.
-        noise: its relative uncertainty.
-        drift: the anchor's relative change during the block.
-        extra_bytes: the peak of memory beyond the results, in bytes.
-        poisoned: the process can no longer be trusted.
-        foreign: other processes use the device.
-    """
-
-    status: str
-    detail: str = ""
-    time_us: float | None = None
-    noise: float = 0.0
-    drift: float = 0.0
-    extra_bytes: int | None = None
-    poisoned: bool = False
-    foreign: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The outcome as plain JSON values."""
-        return asdict(self)
-
-
-class Runner(Protocol):
-    """What takes candidates through the steps: the bench itself, or the worker that holds one."""
-
-    def describe(self) -> Mapping[str, str]:
-        """Versions and clocks, for provenance."""
-
-    def compile(self, problem: Problem, candidates: Sequence[Candidate], full: bool = True) -> list[Outcome]:
-        """Compile ahead what ``verify`` and ``measure`` run; not ok is what does not compile or fit."""
-
-    def probe(self, problem: Problem, candidate: Candidate) -> Outcome:
-        """About how long one call takes."""
-
-    def verify(self, problem: Problem, candidate: Candidate, full: bool = True) -> Outcome:
-        """Hold a candidate against the reference, with tensors of every layout or with contiguous ones alone."""
-
-    def verify_whole(self, problem: Problem, candidate: Candidate) -> Outcome:
-        """Hold one call at the problem's own sizes against the reference."""
-
-    def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], budget_us: float, stop_us: float = math.inf
-    ) -> list[Outcome]:
-        """Time candidates in turn; one that takes longer than ``stop_us`` gets a few samples only."""
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-def failure(error: BaseException) -> Outcome:
-    """The outcome that an exception means."""
-    text = f"{type(error).__name__}: {error}".strip()
-    line = " ".join(text.split())[:500]
-    name, module = type(error).__name__, type(error).__module__
-    if any(sign in text for sign in _GPU_FAULTS) and "out of memory" not in text:
-        return Outcome("crash", line, poisoned=True)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in text or "can't allocate" in text:
-        return Outcome("memory", line)
-    if name == "OutOfResources":
-        return Outcome("resources", line)
-    if isinstance(error, CompileError) or module.startswith("triton"):
-        return Outcome("compile", line)
-    return Outcome("error", line)
 
 
 class Bench:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from liger_registry.table import Choice
-from liger_registry.tuning.bench import Outcome
 from liger_registry.tuning.candidates import Candidate
 from liger_registry.tuning.measure import DRIFT
+from liger_registry.tuning.outcome import Outcome
 from liger_registry.tuning.schemes import GAIN
 
 #: In a block that stayed noisy the gain must exceed the noise by this factor. A factor, not a ban: the clock of a

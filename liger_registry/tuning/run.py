@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from liger_registry.problem import SCHEME, Problem
 from liger_registry.table import NOISY, OK, PARTLY, Choice, Sample, Stored
-from liger_registry.tuning.bench import Outcome, Runner
 from liger_registry.tuning.candidates import Candidate, candidates
 from liger_registry.tuning.choose import choose, is_noisy, least_gain, noise_of, standard
 from liger_registry.tuning.measure import CPU_CALL_S
+from liger_registry.tuning.outcome import Outcome, Runner
 from liger_registry.tuning.provenance import believed, fresh, provenance_of
 from liger_registry.tuning.report import DEFAULT, FAILED, NOISE, NOTHING, REUSED, TOO_SLOW, TUNED, UNTUNED, Row
 from liger_registry.tuning.schemes import GAIN, scheme_row

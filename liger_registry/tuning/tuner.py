@@ -15,9 +15,10 @@ import torch
 from liger_registry.device import Device
 from liger_registry.errors import SettingError, TuningBusyError
 from liger_registry.problem import Problem
-from liger_registry.tuning.bench import Bench, Runner
+from liger_registry.tuning.bench import Bench
 from liger_registry.tuning.lock import device_lock
 from liger_registry.tuning.measure import protocol_of
+from liger_registry.tuning.outcome import Runner
 from liger_registry.tuning.report import Progress, Row, TuneReport
 from liger_registry.tuning.run import OutOfTime, Run
 from liger_registry.tuning.worker import CATALOG, DEFAULT_LIMITS, Limits, Worker, load

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from liger_registry.errors import MeasurementError, RegistryError
 from liger_registry.problem import Problem
-from liger_registry.tuning.bench import Bench, Outcome, failure, resolve
+from liger_registry.tuning.bench import Bench, resolve
 from liger_registry.tuning.candidates import Candidate
+from liger_registry.tuning.outcome import Outcome, failure
 
 if TYPE_CHECKING:
     from liger_registry.device import Device

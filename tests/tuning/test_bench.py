@@ -8,8 +8,9 @@ from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.errors import CompileError, UnknownImplementationError
 from liger_registry.tuning.arguments import Arguments
-from liger_registry.tuning.bench import Bench, failure, foreign_processes, resolve
+from liger_registry.tuning.bench import Bench, foreign_processes, resolve
 from liger_registry.tuning.candidates import Candidate
+from liger_registry.tuning.outcome import failure
 
 CPU = Device.parse("cpu")
 

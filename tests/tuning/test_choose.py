@@ -7,9 +7,9 @@ import pytest
 
 from liger_registry.config import Config
 from liger_registry.table import Choice
-from liger_registry.tuning.bench import Outcome
 from liger_registry.tuning.candidates import Candidate
 from liger_registry.tuning.choose import choose, is_noisy, least_gain, standard
+from liger_registry.tuning.outcome import Outcome
 
 A, B, C, D = (Choice("any:x", Config(n=n)) for n in range(4))
 
