@@ -146,7 +146,7 @@ class Catalog:
         """The implementations of a problem's phase in the order in which the heuristic tier tries them."""
         order = {name: n for n, name in enumerate(self.op(problem.op).order.get(problem.phase, ()))}
         there = self.implementations(problem.op, problem.scheme, problem.phase)
-        return sorted(there, key=lambda i: (not i.own, order.get(i.name, len(order))))
+        return sorted(there, key=lambda i: (not i.trusted, order.get(i.name, len(order))))
 
     def find(self, op: str, scheme: str, phase: str, name: str) -> Implementation:
         """The implementation with that id (``cuda:persistent``) or, where it is unique, that bare name.

@@ -179,7 +179,7 @@ class Dispatcher:
     def _over_budget(self, problem: Problem, device: Device, terms: Terms) -> str:
         """What the last tier, which is held to no budget, says where the budget alone left nothing else."""
         for implementation in self.in_order(problem) if terms.budget is not None else ():
-            if not implementation.own or implementation.capability.why_not(problem, device) is not None:
+            if not implementation.trusted or implementation.capability.why_not(problem, device) is not None:
                 continue
             config = implementation.propose(problem, device)
             if not isinstance(config, str) and not implementation.why_illegal(
@@ -218,12 +218,12 @@ class Dispatcher:
         source = source_hash(implementation.launch)
         if any(table.wrong(implementation, config, source) for table in self._mine(problem, device)):
             return "it gave wrong results on this device"
-        if implementation.own:
+        if implementation.trusted:
             return None
         # Another's, another device's, another source's or nobody's measurement: it must have passed verification here.
         exact = answer.tier == EXACT and answer.local
         if not exact and not self._verified(implementation, problem, device):
-            return "a plugin's implementation that was not verified on this device; `liger-tune warmup` does it"
+            return "it was not verified on this device; `liger-tune warmup` does it"
         reason = implementation.why_not_importable()
         if reason is not None and implementation.key not in self._broken:
             self._broken.add(implementation.key)

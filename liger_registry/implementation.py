@@ -103,6 +103,8 @@ class Implementation:
         deterministic: equal inputs give equal bits.
         stages: ``(problem, config)`` to the problems of other operations that it runs, by name. Its launch function
             gets ``stages``, a mapping of those names to launch functions with device and decided config filled in.
+        proven: whether this distribution's word is enough to choose it. A function of others that is known to break the
+            accuracy rule in places is chosen only after it passed verification on the device, like a plugin's.
         distribution: the distribution that registered it; filled in by the registry.
         doc: one sentence for ``explain``.
     """
@@ -118,6 +120,7 @@ class Implementation:
     capability: Capability = field(default_factory=Capability)
     deterministic: bool = True
     stages: Callable[[Problem, Config], Mapping[str, Problem]] | None = None
+    proven: bool = True
     distribution: str = ""
     doc: str = ""
 
@@ -133,8 +136,13 @@ class Implementation:
 
     @property
     def own(self) -> bool:
-        """Whether this distribution registered it, so that no plugin's verification is asked for."""
+        """Whether this distribution registered it, and what it raises is a bug to be seen."""
         return self.distribution == OWN_DISTRIBUTION
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may be chosen before it was verified on the device."""
+        return self.own and self.proven
 
     def from_distribution(self, distribution: str) -> Implementation:
         """The same implementation, marked with the distribution it came from."""

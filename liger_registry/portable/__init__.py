@@ -34,6 +34,7 @@ def register(registry: Staging) -> None:
         rope,
         softmax,
         swiglu,
+        torch_linear_cross_entropy,
         tvd,
     )
 
@@ -56,6 +57,7 @@ def register(registry: Staging) -> None:
         rope,
         softmax,
         swiglu,
+        torch_linear_cross_entropy,
         tvd,
     ):
         for implementation in op.IMPLEMENTATIONS:
