@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterable
 
 from torch import nn
@@ -14,14 +15,21 @@ from liger_registry.transformers.engine.report import Row
 LIGER_REGISTRY_API = (1, 0)
 
 
+_FINDERS = {
+    "norms": ("rms_norm", "layer_norm"),
+    "mlps": ("swiglu", "geglu", "relu_squared"),
+    "experts": ("swiglu", "geglu"),
+    "rotary": ("rope",),
+    "residual": ("fused_add_rms_norm",),
+    "head": ("fused_linear_cross_entropy", "cross_entropy"),
+}
+
+
 def register(adapters: Adapters) -> None:
-    """Register them; each imports its code when it is first asked."""
-    adapters.register(Adapter("norms", ("rms_norm", "layer_norm"), _of("norms")))
-    adapters.register(Adapter("mlps", ("swiglu", "geglu", "relu_squared"), _of("mlps")))
-    adapters.register(Adapter("experts", ("swiglu", "geglu"), _of("experts")))
-    adapters.register(Adapter("rotary", ("rope",), _of("rotary")))
-    adapters.register(Adapter("residual", ("fused_add_rms_norm",), _of("residual")))
-    adapters.register(Adapter("head", ("fused_linear_cross_entropy", "cross_entropy"), _of("head")))
+    """Register those that this version has; each imports its code when it is first asked."""
+    for name, ops in _FINDERS.items():
+        if importlib.util.find_spec(f"{__package__}.{name}") is not None:
+            adapters.register(Adapter(name, ops, _of(name)))
 
 
 def _of(module: str) -> Finder:
