@@ -19,7 +19,8 @@ _FIRST = "type({0}), {0}.shape, {0}.dtype, {0}.device, {0}.requires_grad"
 _OTHER = "type({0}), {0}.shape, {0}.dtype, {0}.get_device(), {0}.requires_grad"
 
 # The call before is tried first: one guard in C++ (.25 us for two tensors) then stands for all that is read of tensors,
-# which takes .66 us and as much again to hash and compare. What a guard does not see is the state.
+# which takes .66 us before it is hashed and compared. What a guard does not see is the state. It is looked up by its
+# hash, never only compared: a tensor given as an option may be equal to a number, and asking that waits for a GPU.
 #
 # torch.compiler.is_dynamo_compiling is `return False` until Dynamo traces it, half the time of is_compiling; export
 # without Dynamo runs on fake tensors, which are no plain ones.
@@ -31,18 +32,18 @@ def __call__(self, {parameters}, *lr_more, **lr_unknown):
         lr_state = ({absent}{options}lr_grad_enabled(), lr_deterministic(), lr_function_modes() and lr_mode_types(),
             lr_forward_ad._current_level, lr_pins())
         lr_memo = self._memo
-        lr_guard, lr_last, lr_entry = lr_memo.last
-        if lr_guard({inputs}) and lr_last == lr_state:
-            lr_key = None
-        else:
+        lr_guard, lr_last = lr_memo.last
+        lr_key = None
+        lr_entry = lr_last.get(lr_state) if lr_guard({inputs}) else None
+        if lr_entry is None:
             lr_key = ({fields}lr_dispatch_modes(), lr_functorch(), lr_state)
             lr_entry = lr_memo[lr_key]
-            lr_memo.last = lr_entry.guard, lr_state, lr_entry
+            lr_memo.last = lr_entry.guard, {{lr_state: lr_entry}}
         if lr_more or lr_unknown:
             lr_key = lr_entry = None
     except KeyError:
         lr_entry = None
-    except (TypeError, AttributeError, RuntimeError, ValueError):
+    except (TypeError, AttributeError, RuntimeError):
         lr_key = lr_entry = None
     if lr_entry is None:
         return self._miss(lr_key, ({names}, *lr_more), lr_unknown)

@@ -36,13 +36,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Memo(dict[Any, Entry]):
-    """Resolved calls by their keys, and the last of them: its guard, its state and its entry."""
+    """Resolved calls by their keys, and the last of them: its guard, and its entry by its state."""
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.last: tuple[Callable[..., bool], Any, Entry | None] = never, None, None
+        self.last: tuple[Callable[..., bool], dict[Any, Entry]] = never, {}
 
 
 class Chooser(Protocol):

@@ -145,6 +145,17 @@ def test_state_that_changes_between_calls_is_seen(resolved: tuple[Handle, list[b
         handle(x, w, nonsense=1)
 
 
+@pytest.mark.parametrize("eps", [torch.tensor(1e-6, dtype=torch.float64), [1e-6]], ids=["a tensor", "a list"])
+def test_an_option_that_equals_a_number_is_refused_each_time(resolved: tuple[Handle, list[bool]], eps: Any) -> None:
+    handle, _ = resolved
+    x, w = tensors()
+    for _ in range(3):
+        handle(x, w, eps=1e-6)
+    for _ in range(2):
+        with pytest.raises(UnsupportedOptionError, match="eps"):
+            handle(x, w, eps=eps)
+
+
 def test_what_was_forgotten_stays_forgotten(resolved: tuple[Handle, list[bool]]) -> None:
     handle, _ = resolved
     x, w = tensors()

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from liger_registry.transformers.monkey_patch import _apply_liger_kernel_to_instance, keywords_of
+from liger_registry.transformers.monkey_patch import _apply_liger_kernel_to_instance, keywords
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -37,4 +37,4 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
 def _chosen(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take the keywords of ``apply`` out."""
-    return {name: kwargs.pop(name) for name in keywords_of("") & set(kwargs)}
+    return {name: kwargs.pop(name) for name in keywords() & set(kwargs)}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from liger_registry.errors import AdapterError, RegistryWarning
+from liger_registry.errors import RegistryWarning
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,10 +104,11 @@ def _make(name: str, keywords: str) -> Callable[..., Applied | Armed]:
     def function(*args: Any, **kwargs: Any) -> Applied | Armed:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        options = dict(bound.arguments)
+        given = dict(bound.arguments)
+        model = given.pop("model")
         # Where liger-kernel takes further keywords it hands them to the language model's own function.
-        options.update(options.pop("kwargs", {}))
-        return _apply(types, options.pop("model"), options)
+        given.update(given.pop("kwargs", {}))
+        return _apply(types, model, _chosen(given, {}))
 
     function.__name__ = function.__qualname__ = PREFIX + name
     function.__module__ = __name__
@@ -120,20 +121,24 @@ def _make(name: str, keywords: str) -> Callable[..., Applied | Armed]:
     return function
 
 
-def _apply(types: tuple[str, ...], model: nn.Module | None, keywords: dict[str, bool]) -> Applied | Armed:
+def _lenient(keywords: Mapping[str, bool]) -> dict[str, bool | None]:
+    """liger-kernel's True says what to use where it is, and makes no absent layer an error; but a loss it chooses."""
+    return {name: None if value and name != "cross_entropy" else value for name, value in keywords.items()}
+
+
+def _chosen(defaults: Mapping[str, bool], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``apply``: those given over liger-kernel's."""
+    from liger_registry.transformers.engine.apply import check_losses
+
+    both = {**defaults, **given}
+    check_losses(both.get("cross_entropy"), both.get("fused_linear_cross_entropy"))
+    return {**_lenient(defaults), **given}
+
+
+def _apply(types: tuple[str, ...], model: nn.Module | None, options: dict[str, Any]) -> Applied | Armed:
     from liger_registry.transformers.engine.apply import apply
     from liger_registry.transformers.engine.hook import arm
 
-    # liger-kernel's keywords say what to use where it is: none of them makes an absent layer an error.
-    options: dict[str, Any] = {name: None if value else False for name, value in keywords.items()}
-    if keywords.get("cross_entropy"):
-        options["cross_entropy"] = True
-        if keywords.get("fused_linear_cross_entropy"):
-            raise AdapterError(
-                "cross_entropy and fused_linear_cross_entropy cannot both be True",
-                why="the fused loss takes the place of the other, and of the logits it would read",
-                fix="pass fused_linear_cross_entropy=False with cross_entropy=True",
-            )
     return arm(types, options) if model is None else apply(model, **options)
 
 
@@ -149,28 +154,29 @@ def __getattr__(name: str) -> Callable[..., Any]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def keywords_of(model_type: str) -> set[str]:
-    """The names that ``apply`` takes for a model type, other than ``model``."""
+def keywords() -> set[str]:
+    """The names that ``apply`` takes."""
+    from liger_registry.transformers.engine.adapters import adapters
     from liger_registry.transformers.engine.apply import apply
 
     named = {p.name for p in inspect.signature(apply).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return named | set(adapters().ops)
+
+
+def _defaults(model_type: str) -> dict[str, bool]:
+    """liger-kernel's defaults for a type; none for a type that it does not know."""
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    own = set() if function is None else set(inspect.signature(function).parameters)
-    return (named | own) - {"model", "kwargs"}
+    parameters = inspect.signature(function).parameters.values() if function is not None else ()
+    return {p.name: p.default for p in parameters if p.name not in ("model", "kwargs")}
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Armed | None:
-    """Apply to the models of a type that are built from now on; keywords the type does not have are left out."""
+    """Apply to the models of a type that are built from now on, with keywords of ``apply`` over the type's defaults."""
     if not model_type:
         return None
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    given = {name: value for name, value in kwargs.items() if name in keywords_of(model_type)}
-    if function is None:
-        from liger_registry.transformers.engine.hook import arm
-
-        return arm((model_type,), given)
-    armed: Armed = function(**{k: v for k, v in given.items() if k in inspect.signature(function).parameters})
-    return armed
+    types = next((t for name in FUNCTIONS if model_type in (t := _TYPES.get(name, (name,)))), (model_type,))
+    armed: Any = _apply(types, None, _chosen(_defaults(model_type), kwargs))
+    return armed  # type: ignore[no-any-return]
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Applied | None:
@@ -181,12 +187,5 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Applied 
             f"{type(model).__name__} has no config.model_type; nothing was applied to it", RegistryWarning, stacklevel=2
         )
         return None
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    given = {name: value for name, value in kwargs.items() if name in keywords_of(model_type)}
-    if function is None:
-        from liger_registry.transformers.engine.apply import apply
-
-        return apply(model, **given)
-    known = inspect.signature(function).parameters
-    applied: Applied = function(model=model, **{k: v for k, v in given.items() if k in known})
-    return applied
+    applied: Any = _apply((model_type,), model, _chosen(_defaults(model_type), kwargs))
+    return applied  # type: ignore[no-any-return]

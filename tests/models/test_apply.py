@@ -61,12 +61,24 @@ def find_nothing(model, enabled):
     return ()
 
 
+OTHERS = (
+    "rms_norm",
+    "layer_norm",
+    "rope",
+    "geglu",
+    "relu_squared",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "extra",
+)
+
+
 @pytest.fixture
 def known(monkeypatch):
     """Adapters of the tests' own in place of those installed."""
     found = Adapters()
     found.register(Adapter("twice", ("swiglu",), find_twice))
-    found.register(Adapter("nothing", ("rope", "extra"), find_nothing))
+    found.register(Adapter("nothing", OTHERS, find_nothing))
     monkeypatch.setattr(module, "_loaded", found)
     return found
 
@@ -137,13 +149,23 @@ def test_without_strict_what_is_asked_for_may_be_missing(known):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"swiglue": True}, "candidates: extra, rope, swiglu"),
-        ({"cross_entropy": True, "fused_linear_cross_entropy": True}, "one"),
+        ({"swiglue": True}, "candidates: cross_entropy, extra, fused_linear_cross_entropy, geglu, layer_norm"),
+        ({"cross_entropy": True, "fused_linear_cross_entropy": True}, "cannot both be applied"),
     ],
 )
 def test_keywords_are_checked(known, options, match):
     with pytest.raises(AdapterError, match=match):
         apply(Model(), **options)
+
+
+def test_operations_without_an_adapter_are_reported(known):
+    known._all.pop()
+    report = apply(Model()).report
+    orphans = {row.op for row in report.skipped() if row.reason == "no installed adapter looks for it"}
+    assert orphans == {*OTHERS} - {"extra"}
+    assert not apply(Model(), **dict.fromkeys({*OTHERS} - {"extra"}, False)).report.skipped("rope")
+    with pytest.raises(AdapterError, match="rope at the model: no installed adapter"):
+        apply(Model(), rope=True, swiglu=False, strict=True)
 
 
 def test_only_models_are_taken(known):

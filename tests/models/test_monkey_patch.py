@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -135,6 +137,23 @@ def test_before_the_model_exists_until_reverted():
     assert count(model) == 3
 
 
+def test_models_that_were_built_are_not_kept_alive():
+    with faces.apply_liger_kernel_to_llama() as armed:
+        model = weakref.ref(transformers.LlamaForCausalLM(llama()))
+        gc.collect()
+        assert model() is None
+        assert armed.report.applied("rms_norm")
+
+
+def test_a_part_that_the_user_applied_to_stays_theirs():
+    with faces.apply_liger_kernel_to_mistral():
+        inner = transformers.LlamaModel(llama())
+        theirs = faces.apply(inner, rms_norm=False)
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL))
+        model.extra = inner
+    assert applied_to(inner) is theirs
+
+
 def test_two_types_armed_at_once_end_apart():
     before = original()
     one, two = faces.apply_liger_kernel_to_llama(), faces.apply_liger_kernel_to_mistral(rms_norm=False)
@@ -187,6 +206,11 @@ def test_what_the_trainer_calls():
     assert count(model) == 3
     with pytest.warns(UserWarning, match="model_type"):
         assert faces._apply_liger_kernel_to_instance(nn.Linear(2, 2)) is None
+    plain = transformers.LlamaForCausalLM(llama())
+    with pytest.raises(AdapterError, match="nonsense"):
+        faces._apply_liger_kernel_to_instance(plain, nonsense=True)
+    with pytest.raises(AdapterError, match="swiglu"):  # asked for strictly where nothing is found
+        faces._apply_liger_kernel_to_instance(plain, rope=False, strict=True, swiglu=True)
     armed = faces._apply_liger_kernel("llama", rms_norm=False)
     assert count(transformers.LlamaForCausalLM(llama())) == 0
     armed.revert()

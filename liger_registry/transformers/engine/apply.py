@@ -13,9 +13,6 @@ from liger_registry.transformers.engine.adapters import Adapters, adapters, look
 from liger_registry.transformers.engine.binding import Binding, bind, unbind
 from liger_registry.transformers.engine.report import Report, Row
 
-LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-
-
 # Where a model keeps its handle; it goes with the model through copies and pickles.
 _HANDLE = "_liger_registry"
 
@@ -80,6 +77,7 @@ def apply(
     rope: bool | None = None,
     swiglu: bool | None = None,
     geglu: bool | None = None,
+    relu_squared: bool | None = None,
     cross_entropy: bool | None = None,
     fused_linear_cross_entropy: bool | None = None,
     strict: bool = False,
@@ -93,11 +91,12 @@ def apply(
 
     Args:
         model: any module; a model of transformers, or one wrapped by PEFT.
-        rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, fused_linear_cross_entropy: for each operation None to
-            use it where it is found, True to ask for it (which matters with ``strict``), False to leave it out. The two
-            losses exclude each other; by default the fused one is used, and the other where that is impossible.
+        rms_norm, layer_norm, rope, swiglu, geglu, relu_squared, cross_entropy, fused_linear_cross_entropy: for each
+            operation None to use it where it is found, True to ask for it (which matters with ``strict``), False to
+            leave it out. The two losses exclude each other; by default the fused one is used, and the other where that
+            is impossible.
         strict: raise if anything that was found could not be applied, or anything that was asked for was not found.
-        **others: the same for the operations of other adapters (``relu_squared``, ``fused_add_rms_norm`` ...).
+        **others: the same for further operations that adapters bind (``fused_add_rms_norm`` ...).
 
     Returns:
         A handle with ``report`` and ``revert()``; ``with apply(model):`` reverts by itself.
@@ -113,15 +112,19 @@ def apply(
         "rope": rope,
         "swiglu": swiglu,
         "geglu": geglu,
+        "relu_squared": relu_squared,
         "cross_entropy": cross_entropy,
         "fused_linear_cross_entropy": fused_linear_cross_entropy,
         **others,
     }
-    _check(model, asked, known)
+    _check(model, others, known)
+    check_losses(cross_entropy, fused_linear_cross_entropy)
     enabled = {op: asked.get(op) is not False for op in {*known.ops, *asked}}
     if cross_entropy and fused_linear_cross_entropy is None:
         enabled["fused_linear_cross_entropy"] = False
     applied = Applied(model, Report(type(model).__name__))
+    orphans = [op for op in asked if enabled[op] and op not in known.ops]
+    applied.add(Row(op, "", False, "no installed adapter looks for it", type(model).__name__) for op in orphans)
     try:
         for adapter in known.ordered:
             applied.add(look(adapter, model, enabled))
@@ -135,7 +138,7 @@ def apply(
     return applied
 
 
-def _check(model: nn.Module, asked: dict[str, bool | None], known: Adapters) -> None:
+def _check(model: nn.Module, others: dict[str, bool | None], known: Adapters) -> None:
     if not isinstance(model, nn.Module):
         raise AdapterError(
             f"apply takes a model, not {type(model).__name__}",
@@ -147,7 +150,7 @@ def _check(model: nn.Module, asked: dict[str, bool | None], known: Adapters) -> 
             why="a second application would find the first one's code, not the model's",
             fix="revert() the first one: liger_registry.transformers.applied_to(model).revert()",
         )
-    unknown = sorted(set(asked) - set(known.ops) - {*LOSSES, "rms_norm", "layer_norm", "rope", "swiglu", "geglu"})
+    unknown = sorted(set(others) - set(known.ops))
     if unknown:
         raise AdapterError(
             f"apply takes no {', '.join(unknown)}",
@@ -155,9 +158,13 @@ def _check(model: nn.Module, asked: dict[str, bool | None], known: Adapters) -> 
             candidates=[*known.ops, "strict"],
             fix="leave it out; `liger-tune plugins` shows what is installed",
         )
-    if all(asked[loss] for loss in LOSSES):
+
+
+def check_losses(cross_entropy: bool | None, fused_linear_cross_entropy: bool | None) -> None:
+    """Raise AdapterError where both losses are asked for."""
+    if cross_entropy and fused_linear_cross_entropy:
         raise AdapterError(
             "cross_entropy and fused_linear_cross_entropy cannot both be applied",
             why="the fused loss takes the place of the other, and of the logits it would read",
-            fix="pass one of them",
+            fix="pass fused_linear_cross_entropy=False with cross_entropy=True, or leave cross_entropy out",
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from liger_registry.transformers.engine.apply import Applied, apply
+from liger_registry.transformers.engine.apply import Applied, applied_to, apply
 from liger_registry.transformers.engine.report import Report, Row
 
 _lock = threading.RLock()
@@ -35,7 +35,7 @@ class Armed:
 
     Attributes:
         types: the model types.
-        report: says so, and takes up the rows of each model that was built.
+        report: says so, followed by the rows of the last model that was built.
     """
 
     def __init__(self, types: tuple[str, ...], options: Mapping[str, Any]) -> None:
@@ -45,8 +45,8 @@ class Armed:
             f"models of type {', '.join(types)}, as they are built",
             [Row("", "", True, "armed PreTrainedModel.post_init until revert()", "PreTrainedModel")],
         )
-        # For each model what was applied while it was built, until the model around it is finished.
-        self._applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+        # What was applied here, as against what a user applied to a part; a handle holds its model, hence weakly.
+        self._made: weakref.WeakSet[Applied] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"<Armed for {', '.join(self.types)}>"
@@ -60,11 +60,11 @@ class Armed:
     def built(self, model: nn.Module) -> None:
         """Apply to a model that has just been built; what was applied to its parts before is taken back first."""
         for part in model.modules():
-            inner = self._applied.pop(part, None)
-            if inner is not None:
+            inner = applied_to(part)
+            if inner is not None and inner in self._made:
                 inner.revert()
         applied = apply(model, **self.options)
-        self._applied[model] = applied
+        self._made.add(applied)
         self.report.rows = [self.report.rows[0], *applied.report.rows]
         self.report.materialised = applied.report.materialised
 
