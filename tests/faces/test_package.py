@@ -12,11 +12,14 @@ import liger_registry.transformers as faces
 
 SCRIPT = """
 import sys
+import torch
 import liger_registry.transformers as faces
 for name in faces.__all__:
-    getattr(faces, name)
+    if name != "AutoLigerKernelForCausalLM":  # a subclass of one of transformers' own
+        getattr(faces, name)
+_ = faces.apply_liger_kernel_to_llama
+faces.apply(torch.nn.Linear(2, 2)).revert()
 layer = faces.LigerRMSNorm(4)
-import torch
 loss = faces.LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 4), layer(torch.ones(2, 4)), torch.tensor([0, 1]))
 loss.backward()
 loaded = [name for name in ("triton", "transformers", "liger_registry.testing") if name in sys.modules]
