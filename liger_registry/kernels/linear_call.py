@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_registry.kernels.compact import compact
-from liger_registry.kernels.linear_slabs import Statistics, wide
+from liger_registry.kernels.linear_products import wide
+from liger_registry.kernels.linear_slabs import Statistics
 from liger_registry.kernels.token_loss import Factors
 
 

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_registry.kernels.linear_slabs import (
-    Stage,
-    Statistics,
+from liger_registry.kernels.linear_products import (
     add_columns,
     add_product,
     cut_slab,
-    gradient,
     logits_into,
     new_slab,
     row_slabs,
-    statistics,
     wide,
 )
+from liger_registry.kernels.linear_slabs import Stage, Statistics, gradient, statistics
 from liger_registry.kernels.token_loss import Factors
 
 

@@ -7,15 +7,23 @@ memory, and the stage writes the gradient of the logits into it. Operands are ma
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_registry.kernels.linear_heuristics import ADDED_ROWS, BLOCK, pitch, slab_columns, stage_rows
+from liger_registry.kernels.linear_heuristics import slab_columns, stage_rows
+from liger_registry.kernels.linear_products import (
+    add_columns,
+    add_product,
+    cut_slab,
+    logits_into,
+    new_slab,
+    row_slabs,
+    wide,
+)
 
 Stage = Callable[..., tuple[Any, ...]]
 #: A logsumexp beside which no logit counts; twice as much, times 0, is still 0.
@@ -32,107 +40,6 @@ class Statistics:
     mean_logit: Tensor | None = None
     best: Tensor | None = None
     prediction: Tensor | None = None
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums: fp32, for float64 float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def new_slab(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for (rows, columns) of logits, and narrower slabs; on a GPU rows begin at multiples of 64 elements."""
-    step = pitch(columns) if like.is_cuda else columns
-    return like.new_empty(rows * step)
-
-
-def cut_slab(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """A (rows, columns) view of the slab's memory."""
-    step = pitch(columns) if memory.is_cuda else columns
-    return memory[: rows * step].view(rows, step)[:, :columns]
-
-
-def logits_into(slab: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """``slab = hidden @ weight.T + bias``, rounded once."""
-    if in_blocks(hidden):
-        add_blocks(slab, hidden, weight.t(), None if bias is None else bias.expand(slab.shape))
-    elif bias is None:
-        torch.mm(hidden, weight.t(), out=slab)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=slab)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """``total += left @ right``, or ``total = left @ right`` for the first; total may be of a wider dtype."""
-    if in_blocks(left):
-        add_blocks(total, left, right, None if first else total)
-    elif total.dtype == left.dtype:
-        if first:
-            torch.mm(left, right, out=total)
-        else:
-            torch.addmm(total, left, right, out=total)
-    elif total.is_cuda and torch.version.hip is None:
-        if first:
-            torch.mm(left, right, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # no such product here: parts of it are rounded once and then added in the wider dtype
-        for start in range(0, total.shape[0], ADDED_ROWS):
-            part = torch.mm(left[start : start + ADDED_ROWS], right)
-            if first:
-                total[start : start + ADDED_ROWS] = part
-            else:
-                total[start : start + ADDED_ROWS] += part
-
-
-@functools.cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether the processor has products of 16-bit numbers."""
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    return name is None or bool(getattr(torch.ops.mkldnn, name, lambda: False)())
-
-
-def in_blocks(operand: Tensor) -> bool:
-    """Whether products are made of blocks in fp32: on a CPU that has none in 16 bits.
-
-    PyTorch's own takes 224 s there for (128, 151936) @ (151936, 1024) in bf16, blocks take 1.
-    """
-    return operand.device.type == "cpu" and not _multiplies(operand.dtype)
-
-
-def add_blocks(out: Tensor, left: Tensor, right: Tensor, addend: Tensor | None) -> None:
-    """``out = left @ right + addend`` from products of blocks in fp32, rounded once; addend may be out itself."""
-    sides = [min(side, BLOCK) for side in (left.shape[0], left.shape[1], right.shape[1])]
-    # Used again for every block: fresh pages would take longer than the products.
-    whole, first, second = (
-        torch.empty(rows * columns, dtype=torch.float32)
-        for rows, columns in ((sides[0], sides[2]), (sides[0], sides[1]), (sides[1], sides[2]))
-    )
-
-    def block(memory: Tensor, source: Tensor) -> Tensor:
-        if source.stride(0) == 1 != source.stride(1):  # a transposed matrix, which a product takes as it is
-            return block(memory, source.t()).t()
-        return memory[: source.numel()].view(source.shape).copy_(source)
-
-    for rows in row_slabs(left.shape[0], BLOCK):
-        for columns in row_slabs(right.shape[1], BLOCK):
-            place = out[rows, columns]
-            total = whole[: place.numel()].view(place.shape)
-            total.zero_() if addend is None else total.copy_(addend[rows, columns])
-            for depth in row_slabs(left.shape[1], BLOCK):
-                total.addmm_(block(first, left[rows, depth]), block(second, right[depth, columns]))
-            place.copy_(total)
-
-
-def add_columns(total: Tensor, slab: Tensor, first: bool) -> None:
-    """``total += slab.sum(0)`` in the dtype of total; on a CPU a sum in another dtype would copy the slab first."""
-    found = slab.sum(0, dtype=total.dtype) if slab.is_cuda else slab.sum(0)
-    total.copy_(found) if first else total.add_(found)
-
-
-def row_slabs(count: int, rows: int) -> Iterator[slice]:
-    """Slices of so many rows, the last one with what is left."""
-    for start in range(0, count, rows):
-        yield slice(start, min(start + rows, count))
 
 
 def _pieces(slab: Tensor) -> list[slice]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_registry.kernels.divergences import kind_of
-from liger_registry.kernels.divergences_device import mixture, row_counts, term, weighted
+from liger_registry.kernels.divergences_device import mixture, row_counts, weighted
 from liger_registry.launch import launch
 
 if TYPE_CHECKING:
@@ -31,16 +31,62 @@ def _anchored(maximum):
 
 
 @triton.jit
-def _grown(maximum, total, value):
+def _grown(maximum, total, value, factor):
     """The maximum and the sum of exponentials, kept apart for each column, with a block more."""
     larger = tl.maximum(maximum, tl.max(value, 0))
     anchor = _anchored(larger)
-    return larger, total * tl.exp(maximum - anchor) + tl.exp(value - anchor)
+    return larger, total * tl.exp((maximum - anchor) * factor) + tl.exp((value - anchor) * factor)
 
 
 @triton.jit
-def _load(row, column, mask, factor, other):
-    return tl.load(row + column, mask=mask, other=other).to(tl.float32) * factor
+def _load(row, column, mask, other):
+    return tl.load(row + column, mask=mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def _less(value, maximum, EXACT: tl.constexpr):
+    """``value - maximum``, and what that lost to rounding, 0 if EXACT says that it loses next to nothing (Knuth)."""
+    found = value - maximum
+    if EXACT:
+        return found, tl.zeros_like(found)
+    back = found - value
+    lost = (value - (found - back)) - (maximum + back)
+    return found, tl.where(lost == lost, lost, 0.0)  # of -inf NaN
+
+
+@triton.jit
+def _logs(s_row, t_row, column, mask, factor, s_max, s_log, t_max, t_log):
+    """Log-probabilities x and y of a block, and x - y.
+
+    The maximum is subtracted first: logits near it lose nothing to that, and its own difference is 0. Scaled before,
+    they would be rounded, and the maximum too; but a GPU makes one operation of a product and a difference and takes
+    the product unrounded, so that the maximum would differ from itself by up to a rounding, 2e-4 for one of 6,000.
+    x - y comes from these differences and keeps the digits that x and y, rounded at their own size, do not have: those
+    of -28.551 and -28.542 are 4 of 7, of which all of the loss is made.
+    """
+    # In place of what is no column the maximum, which gives no infinity.
+    s = _load(s_row, column, mask, s_max)
+    t = _load(t_row, column, mask, t_max)
+    # 16 bits have 11 digits at most, and a difference of two is rounded only beyond 2^13 times the smaller.
+    s, s_lost = _less(s, s_max, s_row.dtype.element_ty != tl.float32)
+    t, t_lost = _less(t, t_max, t_row.dtype.element_ty != tl.float32)
+    difference = ((s - t) + (s_lost - t_lost)) * factor - (s_log - t_log)
+    return s * factor - s_log, t * factor - t_log, difference
+
+
+@triton.jit
+def _term(x, y, difference, one, two, KIND: tl.constexpr):
+    """Each element's term, and the part of it that is the derivative by x, of a reverse divergence without its 1."""
+    if KIND == "mixture":
+        of_x, of_y = mixture(x, y, difference >= 0.0, difference, one, two)
+        found = of_x + of_y
+    elif KIND == "reverse":
+        found = weighted(tl.exp(x), difference)
+        of_x = found
+    else:
+        found = weighted(tl.exp(y), -difference)
+        of_x = found
+    return found, of_x
 
 
 @triton.jit
@@ -52,7 +98,7 @@ def _log_sum(total):
 
 @triton.jit
 def _sums_of(s_row, t_row, start, step, counts, factor, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Maxima, and sums of exponentials from them, of both tensors' blocks that begin at start and lie step apart."""
+    """Maxima of the logits, and sums of exponentials from them, of blocks that begin at start and lie step apart."""
     s_max = tl.cast(-float("inf"), tl.float32)
     t_max = tl.cast(-float("inf"), tl.float32)
     s_sum = tl.zeros([BLOCK], tl.float32)
@@ -60,8 +106,8 @@ def _sums_of(s_row, t_row, start, step, counts, factor, VOCAB: tl.constexpr, BLO
     for first in tl.range(start, VOCAB, step, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK)
         mask = (column < VOCAB) & counts
-        s_max, s_sum = _grown(s_max, s_sum, _load(s_row, column, mask, factor, -float("inf")))
-        t_max, t_sum = _grown(t_max, t_sum, _load(t_row, column, mask, factor, -float("inf")))
+        s_max, s_sum = _grown(s_max, s_sum, _load(s_row, column, mask, -float("inf")), factor)
+        t_max, t_sum = _grown(t_max, t_sum, _load(t_row, column, mask, -float("inf")), factor)
     return s_max, tl.sum(s_sum, 0), t_max, tl.sum(t_sum, 0)
 
 
@@ -76,14 +122,11 @@ def _terms_of(
     for first in tl.range(start, VOCAB, step, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK)
         mask = (column < VOCAB) & counts
-        x = _load(s_row, column, mask, factor, 0.0) - s_max - s_log
-        y = _load(t_row, column, mask, factor, 0.0) - t_max - t_log
+        x, y, difference = _logs(s_row, t_row, column, mask, factor, s_max, s_log, t_max, t_log)
+        found, of_x = _term(x, y, difference, one, two, KIND)
+        loss += tl.where(mask, found, 0.0)
         if KIND == "mixture":
-            of_x, of_y = mixture(x, y, one, two)
             slopes += tl.where(mask, of_x, 0.0)
-            loss += tl.where(mask, of_x + of_y, 0.0)
-        else:
-            loss += tl.where(mask, term(x, y, one, two, KIND), 0.0)
     total = tl.sum(loss, 0)
     return total, tl.sum(slopes, 0) if KIND == "mixture" else total
 
@@ -99,17 +142,17 @@ def _store_slopes(
         column = first + tl.arange(0, BLOCK)
         inside = column < VOCAB
         mask = inside & counts
-        x = _load(s_row, column, mask, factor, 0.0) - s_max - s_log
-        y = _load(t_row, column, mask, factor, 0.0) - t_max - t_log
+        x, y, difference = _logs(s_row, t_row, column, mask, factor, s_max, s_log, t_max, t_log)
         q = tl.exp(x)
-        if KIND == "mixture":
-            of_x, _ = mixture(x, y, one, two)
-            slope = of_x - q * total
-        elif KIND == "reverse":
-            slope = weighted(q, x - y - total)
+        if KIND == "reverse":
+            slope = weighted(q, difference - total)
         else:
-            slope = q - tl.exp(y)
-            loss += tl.where(mask, term(x, y, one, two, KIND), 0.0)
+            found, of_x = _term(x, y, difference, one, two, KIND)
+            if KIND == "mixture":
+                slope = of_x - q * total
+            else:
+                slope = q - tl.exp(y)
+                loss += tl.where(mask, found, 0.0)
         slope = tl.where(mask, slope * upstream, 0.0)
         tl.store(o_row + column, slope.to(o_row.dtype.element_ty), mask=inside)
     return tl.sum(loss, 0)
@@ -125,7 +168,7 @@ def _rows(
     s_row, t_row = S + row * s_step, T + row * t_step
     counts = row_counts(LABELS, row, ignore_index)
     s_max, s_sum, t_max, t_sum = _sums_of(s_row, t_row, 0, BLOCK, counts, factor, VOCAB, BLOCK, STAGES)
-    # Less the maximum and less the logarithm: their sum would be rounded, alike for all columns, which adds up.
+    # Apart: the sum of both would be rounded, alike for all columns, which adds up.
     s_max, s_log, t_max, t_log = _anchored(s_max), _log_sum(s_sum), _anchored(t_max), _log_sum(t_sum)
     loss = 0.0
     total = 0.0
@@ -169,12 +212,12 @@ def _sums(
 
 
 @triton.jit
-def _put_together(parts, SPLITS: tl.constexpr):
+def _put_together(parts, factor, SPLITS: tl.constexpr):
     """A row's maximum and the logarithm of its sum of exponentials from those of its parts."""
     maxima = tl.load(parts + tl.arange(0, SPLITS))
     anchor = _anchored(tl.max(maxima, 0))
     sums = tl.load(parts + SPLITS + tl.arange(0, SPLITS))
-    return anchor, _log_sum(tl.sum(sums * tl.exp(maxima - anchor), 0))
+    return anchor, _log_sum(tl.sum(sums * tl.exp((maxima - anchor) * factor), 0))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -186,8 +229,8 @@ def _terms(
     factor, one, two = tl.cast(factor, tl.float32), tl.cast(one, tl.float32), tl.cast(two, tl.float32)
     counts = row_counts(LABELS, row, ignore_index)
     parts = PARTS + row * (4 * SPLITS)
-    s_max, s_log = _put_together(parts, SPLITS)
-    t_max, t_log = _put_together(parts + 2 * SPLITS, SPLITS)
+    s_max, s_log = _put_together(parts, factor, SPLITS)
+    t_max, t_log = _put_together(parts + 2 * SPLITS, factor, SPLITS)
     loss, slopes = _terms_of(
         S + row * s_step, T + row * t_step, part * BLOCK, SPLITS * BLOCK, counts, factor,
         s_max, s_log, t_max, t_log, one, two, VOCAB, BLOCK, 1, KIND,
@@ -206,8 +249,8 @@ def _slopes(
     factor, one, two = tl.cast(factor, tl.float32), tl.cast(one, tl.float32), tl.cast(two, tl.float32)
     counts = row_counts(LABELS, row, ignore_index)
     parts = PARTS + row * (4 * SPLITS)
-    s_max, s_log = _put_together(parts, SPLITS)
-    t_max, t_log = _put_together(parts + 2 * SPLITS, SPLITS)
+    s_max, s_log = _put_together(parts, factor, SPLITS)
+    t_max, t_log = _put_together(parts + 2 * SPLITS, factor, SPLITS)
     total = tl.sum(tl.load(TERMS + row * (2 * SPLITS) + SPLITS + tl.arange(0, SPLITS)), 0)
     upstream = factor if SCALE is None else factor * tl.load(SCALE).to(tl.float32)
     _store_slopes(

@@ -81,12 +81,14 @@ def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """The logits as a model's output head rounds them: summed in fp32, rounded once.
 
     On a CPU 16-bit operands are cast first, which gives the same roundings in forward and backward: of the latter,
-    PyTorch's product in bf16 takes minutes on a processor that has none.
+    PyTorch's product in bf16 takes minutes on a processor that has none. With a bias they are cast on a GPU too: there
+    cuBLASLt adds a bias vector within the product, or, where its kernel shares the sums (split-K) or cannot add one, to
+    the product already rounded to 16 bits, as the shape has it. That is two roundings, and not the formula.
     """
     import torch
 
     linear = torch.nn.functional.linear
-    if hidden.device.type != "cpu" or wide(hidden.dtype) == hidden.dtype:
+    if wide(hidden.dtype) == hidden.dtype or (bias is None and hidden.device.type != "cpu"):
         return linear(hidden, weight, bias)
     return linear(hidden.float(), weight.float(), None if bias is None else bias.float()).to(hidden.dtype)
 

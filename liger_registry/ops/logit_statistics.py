@@ -21,7 +21,7 @@ slab can be given those of the whole row. Columns other than the target get ``g_
 target ``g_target_logit``; all get ``g_weighted_sum * w``, ``g_mean_logit * p * (1 + z - mean_logit)`` and the slope
 of ``z``. Here ``p`` is ``exp(z - logaddexp(log_rest, target_logit))`` where the row has its target in here, else
 ``exp(z - log_rest)``: for rows whose target lies in another slab, give the whole row's logsumexp as ``log_rest``, and
-its gradient as that of ``log_rest``.
+its gradient as that of ``log_rest``. None of these exponentials is more than 1, whatever the roundings of ``z``.
 
 Columns are compared by ``scale * logits`` for ``prediction``, which the cap, saturating, could only make equal. Logits
 of -inf count nothing; of +inf or NaN they give no finite ``log_rest``.
@@ -215,7 +215,7 @@ def backward(
     rest = log_rest.masked_fill(log_rest == -torch.inf, 0.0)
     dz = torch.zeros_like(z)
     if g_log_rest is not None:
-        dz = (z - rest[:, None]).exp() * g_log_rest[:, None]
+        dz = (z - rest[:, None]).clamp_max(0.0).exp() * g_log_rest[:, None]
     dz = dz.masked_fill(mask, 0.0)
     if g_target_logit is not None:
         dz = torch.where(mask, g_target_logit[:, None].to(z.dtype), dz)
@@ -224,7 +224,7 @@ def backward(
     if g_mean_logit is not None:
         assert mean_logit is not None
         total = torch.where(there, torch.logaddexp(log_rest, target_logit), log_rest)
-        p = (z - total.masked_fill(total == -torch.inf, 0.0)[:, None]).exp()
+        p = (z - total.masked_fill(total == -torch.inf, 0.0)[:, None]).clamp_max(0.0).exp()
         steps = (1.0 + z - mean_logit[:, None]).masked_fill(z == -torch.inf, 0.0)
         dz = dz + g_mean_logit[:, None] * p * steps
     dz = dz * (derivative(logits, softcap, scale) if softcap else scale)

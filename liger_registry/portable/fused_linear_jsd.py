@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_registry.kernels.compact import compact as rows_that_count
 from liger_registry.kernels.linear_heuristics import stage_rows
-from liger_registry.kernels.linear_slabs import add_product, cut_slab, logits_into, new_slab, row_slabs, wide
+from liger_registry.kernels.linear_products import add_product, cut_slab, logits_into, new_slab, row_slabs, wide
 
 if TYPE_CHECKING:
     from liger_registry import Device

@@ -79,7 +79,7 @@ def backward_eager(
     if g_log_rest is None:
         dz = torch.zeros_like(z, memory_format=torch.contiguous_format)
     else:
-        dz = torch.sub(z, log_rest.masked_fill(log_rest == -torch.inf, 0.0)[:, None]).exp_().mul_(g_log_rest[:, None])
+        dz = _shares(z, log_rest).mul_(g_log_rest[:, None])
     # Rows without a target write what stands there already.
     own = torch.zeros_like(target_logit) if g_target_logit is None else g_target_logit.to(z.dtype)
     dz.scatter_(-1, index, torch.where(there, own[:, None], dz.gather(-1, index)))
@@ -90,8 +90,13 @@ def backward_eager(
     if g_mean_logit is not None:
         assert mean_logit is not None
         total = torch.where(there.squeeze(-1), torch.logaddexp(log_rest, target_logit), log_rest)
-        p = torch.sub(z, total.masked_fill(total == -torch.inf, 0.0)[:, None]).exp_().mul_(g_mean_logit[:, None])
+        p = _shares(z, total).mul_(g_mean_logit[:, None])
         steps = torch.sub(z, mean_logit[:, None] - 1.0).masked_fill_(z == -torch.inf, 0.0)
         dz.addcmul_(p, steps)
     slope_into(dz, logits, softcap, scale)
     return (written(dz, logits, in_place),)
+
+
+def _shares(z: Tensor, log: Tensor) -> Tensor:
+    """``exp(z - log)``, at most 1 also where z was computed again and rounded another way; 0 of -inf in both."""
+    return torch.sub(z, log.masked_fill(log == -torch.inf, 0.0)[:, None]).clamp_max_(0.0).exp_()

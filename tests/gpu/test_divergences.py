@@ -104,3 +104,14 @@ def test_heads(compact):
     torch.testing.assert_close(loss, right, rtol=1e-4, atol=0)
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b.double()).norm() <= 2e-2 * b.double().norm()
+
+
+@pytest.mark.parametrize("implementation", ["row", "column_split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_column_diverges_by_exactly_nothing(implementation, dtype):
+    """A product and a difference are one operation: scaled logits less their rounded maximum would not be 0."""
+    student, teacher = (torch.randn(2048, 1, device="cuda").mul(2000).to(dtype) for _ in range(2))
+    options = {"temperature": 1.5, "gradient": True, "beta": 0.3}
+    loss, slope = registry.get("logit_divergence", implementation=implementation)(student, teacher, **options)
+    assert not loss.any()
+    assert not slope.any()

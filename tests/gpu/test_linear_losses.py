@@ -6,7 +6,11 @@ import pytest
 import torch
 from linear_losses import error, head, wide
 
-from liger_registry import registry
+from liger_registry import Config, Device, registry
+from liger_registry.kernels.linear_products import cut_slab, logits_into, new_slab
+from liger_registry.ops import _linear
+from liger_registry.tuning.cases import make_case
+from liger_registry.tuning.verify import run_case
 
 pytestmark = pytest.mark.gpu
 OPS = ("fused_linear_cross_entropy", "linear_logp")
@@ -102,3 +106,36 @@ def test_forwards_gradients_are_scaled_in_fp32(factor):
         exact = wide(inputs)
         right = torch.autograd.grad(registry.op("fused_linear_cross_entropy").reference(*exact) * factor, exact[:2])
         assert all(error(a, b) < 5e-3 for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(37, 24, 61), (3, 40, 1537), (300, 16, 41), (1, 41, 1), (2048, 1024, 4099)])
+def test_a_bias_is_added_before_the_only_rounding(sizes, dtype):
+    """By slabs of any width: a product's library adds a bias before or after rounding, by shape."""
+    rows, width, vocab = sizes
+    grid = ((torch.randn(shape, device="cuda") * 8).round() / 8 for shape in ((rows, width), (vocab, width), (vocab,)))
+    hidden, weight, bias = (t.to(dtype) for t in grid)
+    right = (hidden.double() @ weight.double().t() + bias.double()).to(dtype)  # exact in fp32 too
+    assert torch.equal(_linear.head(hidden, weight, bias), right)
+    for columns in sorted({vocab, -(-vocab // 2), -(-vocab // 8), -(-vocab // 64)}):
+        memory = new_slab(hidden, rows, columns)
+        for start in range(0, vocab, columns):
+            here = slice(start, min(start + columns, vocab))
+            slab = cut_slab(memory, rows, here.stop - start)
+            logits_into(slab, hidden, weight[here], bias[here])
+            assert torch.equal(slab, right[:, here])
+
+
+@pytest.mark.parametrize("sizes", [(253, 16, 41), (2045, 16, 41), (5, 24, 131), (253, 1024, 4099)])
+@pytest.mark.parametrize("name", OPS)
+def test_backward_where_few_numbers_are_large(name, sizes):
+    """Logits of thousands, in slabs of all widths: one that is rounded another way than in forward is off by 32."""
+    op, device = registry.op(name), Device.parse("cuda")
+    dims = dict(zip(("tokens", "hidden", "vocab"), sizes, strict=True))
+    description = next(d for d in op.odd("bfloat16") if not any(d.flags.get(f) for f in ("softcapped", "entropy")))
+    problem = op.problem(description, "backward", "recompute", (True, True, False)).having(**dims)
+    (item,) = (i for i in registry.catalog.implementations(name) if (i.name, i.phase) == ("vocab_slabs", "backward"))
+    for seed in range(3):
+        case = make_case(op, op.scheme("recompute"), problem, "tail", seed, "cuda")
+        for slabs in (1, 2, 8, 64):
+            assert all(v.passed for v in run_case(op, item, Config(slabs=slabs), case, device)), (seed, slabs)

@@ -161,6 +161,19 @@ def test_the_stage_takes_statistics_as_they_are_given(name):
     assert logit_statistics.backward(*tensors, device=DEVICE, needs=(False,), **given, **CONFIGS[name]) == (None,)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_share_of_a_row_is_more_than_one(name):
+    """Statistics of other roundings than these logits have: ``exp(z - log)`` would be infinite, and NaN times 0."""
+    logits, target = torch.tensor([[128.0, 0.0], [256.0, 0.0], [128.0, 0.0]]), torch.tensor([-1, -1, 1])
+    grads = torch.tensor([2.0, 0.0, 3.0]), torch.tensor([0.0, 0.0, 5.0])
+    given = {o.name: o.default for o in STATISTICS.options} | {"entropy": True}
+    mean, saved = torch.tensor([128.0, 256.0, 128.0]), (torch.zeros(3), torch.zeros(3))
+    for slope in (None, torch.zeros(3)):
+        tensors = (*grads, None, slope, None, None, logits, target, None, *saved, mean)
+        (found,) = logit_statistics.backward(*tensors, device=DEVICE, needs=(True,), **given, **CONFIGS[name])
+        assert found.tolist() == [[2.0, 2.0], [0.0, 0.0], [3.0, 5.0]]
+
+
 def test_tanh_and_its_slope_are_right_near_0_and_far_out():
     from liger_registry.kernels.logit_statistics import forward
 

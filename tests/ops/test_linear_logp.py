@@ -12,8 +12,9 @@ from torch.nn import functional
 from liger_registry import registry
 from liger_registry.device import Device
 from liger_registry.errors import InvalidInputError, UnsupportedDtypeError
+from liger_registry.kernels import linear_products, linear_slabs
 from liger_registry.kernels.linear_heuristics import VOCAB_SLABS, slab_columns
-from liger_registry.kernels.linear_slabs import add_blocks, add_product
+from liger_registry.kernels.linear_products import add_blocks, add_product
 from liger_registry.ops import linear_logp as contract
 from liger_registry.ops.linear_logp import OP
 from liger_registry.problem import BACKWARD, FORWARD
@@ -194,7 +195,7 @@ def test_inputs_of_any_layout_are_read_and_not_written():
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("turned", [True, False])
 def test_products_of_blocks(monkeypatch, first, turned):
-    monkeypatch.setattr("liger_registry.kernels.linear_slabs.BLOCK", 7)
+    monkeypatch.setattr("liger_registry.kernels.linear_products.BLOCK", 7)
     left, right = torch.randn(20, 15).bfloat16(), torch.randn(15, 23).bfloat16()
     if turned:
         left, right = left.t().contiguous().t(), right.t().contiguous().t()
@@ -206,6 +207,72 @@ def test_products_of_blocks(monkeypatch, first, turned):
     total = torch.empty(20, 23)
     add_product(total, left.float(), right.float(), True)
     assert error(total, left.double() @ right.double()) < 1e-6
+
+
+@pytest.fixture
+def products_of_a_gpu(monkeypatch):
+    """Products of 16 bits with fp32 results, which PyTorch has on NVIDIA's GPUs alone."""
+    plain = torch.mm
+
+    def product(left, right, *, out_dtype=None, out=None):
+        if out_dtype is None:
+            return plain(left, right, out=out)
+        assert (out_dtype, left.dtype) == (torch.float32, torch.bfloat16)
+        found = plain(left.float(), right.float())
+        return found if out is None else out.copy_(found)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(linear_products, "in_blocks", lambda operand: False)
+    monkeypatch.setattr(linear_products, "_widens", lambda tensor: True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("vocab", [1, 61, 150])
+def test_a_bias_is_added_before_the_only_rounding(monkeypatch, products_of_a_gpu, rows, vocab):
+    monkeypatch.setattr(linear_products, "_WIDE_BYTES", 1)  # 64 columns at once
+    inputs = [(torch.randn(shape) * 8).round() / 8 for shape in ((rows, 24), (vocab, 24), (vocab,))]
+    hidden, weight, bias = (t.bfloat16() for t in inputs)
+    right = hidden.double() @ weight.double().t() + bias.double()  # exact in fp32 too
+    slab = torch.full((rows, 192), 7.0).bfloat16()
+    linear_products.logits_into(slab[:, :vocab], hidden, weight, bias)
+    assert torch.equal(slab[:, :vocab], right.bfloat16())
+    assert (slab[:, vocab:] == 7).all()
+    if rows * vocab > 1000:
+        assert not torch.equal((hidden.double() @ weight.double().t()).bfloat16() + bias, right.bfloat16())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wider_sum_where_products_do_not_add_to_one(monkeypatch, products_of_a_gpu, first):
+    monkeypatch.setattr(linear_products, "_ADDS_WIDER", False)
+    monkeypatch.setattr(linear_products, "ADDED_ROWS", 8)
+    left, right, total = torch.randn(21, 15).bfloat16(), torch.randn(15, 23).bfloat16(), torch.randn(21, 23)
+    exact = left.double() @ right.double() + (0.0 if first else total.double())
+    add_product(total, left, right, first)
+    assert error(total, exact) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["linear_logp", "fused_linear_cross_entropy"])
+def test_logits_that_backward_rounds_another_way_give_no_infinity(monkeypatch, name):
+    """A product of another shape may be off by a rounding: 128 for 20,000 in bf16, and exp(128) is no number."""
+    hidden = torch.tensor([[2.0], [-2.0], [1.0]]).bfloat16().requires_grad_()
+    weight = torch.tensor([[1e4], [1e4], [-1e4], [0.5], [-1e4]]).bfloat16().requires_grad_()
+    target = torch.tensor([1, 0, 4])
+    options = {} if name == "linear_logp" else {"reduction": "none"}
+    pins = {"forward": "row_slabs", "backward": "vocab_slabs"}
+    handle = registry.get(name, implementation=pins)
+    right = torch.autograd.grad(handle(hidden, weight, target, **options).sum(), (hidden, weight))
+
+    def up(slab, *operands):
+        plain(slab, *operands)
+        slab.copy_((slab.contiguous().view(torch.int16) + (slab != 0)).view(torch.bfloat16))  # away from 0
+
+    found = handle(hidden, weight, target, **options)
+    plain = linear_slabs.logits_into
+    monkeypatch.setattr(linear_slabs, "logits_into", up)
+    mine = torch.autograd.grad(found.sum(), (hidden, weight))
+    assert all(g.isfinite().all() for g in (*right, *mine))
+    for ours, theirs in zip(mine, right, strict=True):
+        assert error(ours, theirs) <= 1.0
 
 
 def test_slabs_of_a_vocabulary_cover_it():

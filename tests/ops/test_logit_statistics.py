@@ -131,3 +131,22 @@ def test_what_is_refused():
     ):
         with pytest.raises(InvalidInputError, match=message):
             handle(*wrong)
+
+
+@pytest.mark.parametrize(
+    "call", [eager_backward, lambda *t, **o: SCHEME.backward(*t, needs=(True,), **options(**o))[0]]
+)
+def test_no_share_is_more_than_one(call):
+    """Given the statistics of other roundings, ``exp(z - log)`` would be infinite, and NaN times a factor of 0."""
+    logits, target = torch.tensor([[128.0, 0.0], [256.0, 0.0], [128.0, 0.0]]), torch.tensor([-1, -1, 1])
+    given = torch.tensor([2.0, 0.0, 3.0]), torch.tensor([0.0, 0.0, 5.0])
+    saved = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, -INF])
+    found = call(*given, None, None, None, None, logits, target, None, *saved, None)
+    assert found.tolist() == [[2.0, 2.0], [0.0, 0.0], [3.0, 5.0]]
+    found = call(
+        *given, None, torch.ones(3), None, None, logits, target, None, *saved, torch.tensor([128.0, 256.0, 128.0]),
+        entropy=True,
+    )  # fmt: skip
+    assert found.isfinite().all()
+    nan = torch.full((3,), torch.nan)
+    assert call(*given, None, None, None, None, logits, target, None, nan, nan, None)[0].isnan().all()
