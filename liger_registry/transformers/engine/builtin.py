@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterable
 
 from torch import nn
@@ -15,21 +14,16 @@ from liger_registry.transformers.engine.report import Row
 LIGER_REGISTRY_API = (1, 0)
 
 
-_FINDERS = {
-    "norms": ("rms_norm", "layer_norm"),
-    "mlps": ("swiglu", "geglu", "relu_squared"),
-    "experts": ("swiglu", "geglu"),
-    "rotary": ("rope",),
-    "residual": ("fused_add_rms_norm",),
-    "head": ("fused_linear_cross_entropy", "cross_entropy"),
-}
-
-
 def register(adapters: Adapters) -> None:
-    """Register those that this version has; each imports its code when it is first asked."""
-    for name, ops in _FINDERS.items():
-        if importlib.util.find_spec(f"{__package__}.{name}") is not None:
-            adapters.register(Adapter(name, ops, _of(name)))
+    """Register them; each imports its code when it is first asked."""
+    adapters.register(Adapter("norms", ("rms_norm", "layer_norm"), _of("norms")))
+    adapters.register(Adapter("mlps", ("swiglu", "geglu", "relu_squared"), _of("mlps")))
+    adapters.register(Adapter("experts", ("swiglu", "geglu"), _of("experts")))
+    # Before the rotary embedding alone, and both behind the norms that they take up.
+    adapters.register(Adapter("qk", ("qk_norm_rope",), _of("qk")))
+    adapters.register(Adapter("rotary", ("rope",), _of("rotary")))
+    adapters.register(Adapter("residual", ("fused_add_rms_norm",), _of("residual")))
+    adapters.register(Adapter("head", ("fused_linear_cross_entropy", "cross_entropy"), _of("head")))
 
 
 def _of(module: str) -> Finder:
