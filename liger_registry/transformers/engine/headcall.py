@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -29,7 +30,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def untraced(function: _Function) -> _Function:
     """A function that Dynamo runs and does not trace, for code that a compiled function's own code calls."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    made: list[_Function] = []  # only when it is needed: Dynamo takes seconds to import, and imports Triton
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not made:
+            made.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return made[0](*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 class HeadCall:
