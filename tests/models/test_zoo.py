@@ -36,6 +36,7 @@ def same(model_type):
     assert not outcome.unbuilt, outcome.unbuilt
     assert "loss" not in outcome.plain, outcome.plain
     assert not outcome.differences, (outcome.differences, outcome.rows)
+    assert not [row for row in outcome.rows if "failed:" in row[3]]  # an adapter that raised
     return outcome
 
 
@@ -110,6 +111,7 @@ def test_all_types():
     outcomes = table.compare_all(ALL)
     counts = comparing.counts(outcomes)
     assert not [table.line(outcome) for outcome in outcomes if outcome.differences]
+    assert not [(o.model_type, row) for o in outcomes for row in o.rows if "failed:" in row[3]]
     least = LEAST[int(transformers.__version__.split(".")[0])]
     assert {op: counts.get(op, 0) for op in least if counts.get(op, 0) < least[op]} == {}
 

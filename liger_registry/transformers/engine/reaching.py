@@ -179,10 +179,10 @@ def _dtype(module: nn.Module) -> torch.dtype:
 def _widths(module: nn.Module) -> list[int]:
     """Widths that the hidden states may have, the likeliest first."""
     config = getattr(module, "config", None)
-    found = [getattr(owner, name, None) for owner in (module, config) for name in ("hidden_size", "embed_dim")]
+    found = [_size(owner, name) for owner in (module, config) for name in ("hidden_size", "embed_dim")]
     for part in module.modules():
-        found += [getattr(part, "in_features", None), getattr(part, "nx", None)]
-    return list(dict.fromkeys(width for width in found if isinstance(width, int) and width > 0))[:6]
+        found += [_size(part, "in_features"), _size(part, "nx")]
+    return list(dict.fromkeys(width for width in found if width > 0))[:6]
 
 
 def _columns(module: nn.Module) -> list[int]:
@@ -190,6 +190,15 @@ def _columns(module: nn.Module) -> list[int]:
     found = []
     for owner in (getattr(module, "config", None), *module.modules()):
         for name in ("qk_rope_head_dim", "head_dim", "rotary_ndims", "rotary_dim"):
-            size = getattr(owner, name, None)
-            found += [size, size // 2, size // 4] if isinstance(size, int) else []
+            size = _size(owner, name)
+            found += [size, size // 2, size // 4]
     return list(dict.fromkeys([64, *(size for size in found if size > 0)]))[:8]
+
+
+def _size(owner: object, name: str) -> int:
+    """A number that somebody has under a name; 0 if none, as of configs that raise where layers have several."""
+    try:
+        size = getattr(owner, name, None)
+    except Exception:  # transformers' AmbiguousGlobalPerLayerAttributeError is no AttributeError
+        return 0
+    return size if isinstance(size, int) else 0
