@@ -152,6 +152,7 @@ def document(outcomes: list[Outcome]) -> str:
     found = counts(outcomes)
     built = [outcome for outcome in outcomes if not outcome.unbuilt]
     gradient = max((o.gradient for o in built), default=0.0)
+    partly = sum(bool(o.plain) and not o.differences for o in built)
     text = [
         "# Models",
         "",
