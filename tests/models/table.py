@@ -152,7 +152,8 @@ def document(outcomes: list[Outcome]) -> str:
     found = counts(outcomes)
     built = [outcome for outcome in outcomes if not outcome.unbuilt]
     gradient = max((o.gradient for o in built), default=0.0)
-    partly = sum(bool(o.plain) and not o.differences for o in built)
+    same = [outcome for outcome in built if not outcome.differences]
+    partly = sum(bool(outcome.plain) for outcome in same)
     text = [
         "# Models",
         "",
@@ -165,7 +166,7 @@ def document(outcomes: list[Outcome]) -> str:
         f"their configs, and {found.get('compared', 0)} of these compute a loss by themselves. Each was run as it is "
         "and with `liger_registry.transformers.apply(model)`: the loss and every parameter's gradient in training, the "
         "logits and 8 greedily generated tokens, all in float32, and the loss in bf16 by the accuracy rule. "
-        f"**{found.get('differ', 0)} differ**; {len(built) - found.get('differ', 0) - partly} are the same in all of it, "
+        f"**{found.get('differ', 0)} differ**; {len(same) - partly} are the same in all of it, "
         f"{partly} in what the plain model can do: the table names the rest, which was not compared.",
         "",
         f"The largest difference of a loss is {max((o.loss for o in built), default=0):.1e} of it, of logits "
