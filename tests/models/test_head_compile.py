@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from liger_registry.errors import LateReadError
 from liger_registry.transformers.engine.deferred import DeferredLogits
+from liger_registry.transformers.engine.headcall import untraced
 from liger_registry.transformers.engine.traced import TracedLogits
 
 # Dynamo, tracing the masks of transformers 4.57, warns of itself.
@@ -87,20 +88,24 @@ def test_one_graph_without_logits(name, options):
     assert not counts
 
 
+def ten_losses(run, model):
+    """Those of ten steps of a model that is called as ``run``."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for seed in range(10):
+        loss = run(**batch(seed=seed % 3)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_ten_steps_as_in_eager(name):
     plain, bound, counts = pair(name)
     model, graphs = compiled(bound)
-    losses = []
-    for run, parameters in ((plain, plain), (model, bound)):
-        optimizer = torch.optim.AdamW(parameters.parameters(), 1e-2)
-        losses.append([])
-        for seed in range(10):
-            loss = run(**batch(seed=seed % 3)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+    losses = ten_losses(plain, plain), ten_losses(model, bound)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < losses[0][0] - 0.5
     assert len(graphs.dynamo) == 1
@@ -112,16 +117,7 @@ def test_ten_steps_as_in_eager(name):
 def test_ten_steps_with_inductor(name):
     plain, bound, counts = pair(name)
     model = torch.compile(bound)
-    losses = []
-    for run, parameters in ((plain, plain), (model, bound)):
-        optimizer = torch.optim.AdamW(parameters.parameters(), 1e-2)
-        losses.append([])
-        for seed in range(10):
-            loss = run(**batch(seed=seed % 3)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+    losses = ten_losses(plain, plain), ten_losses(model, bound)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert not counts
 
@@ -388,3 +384,17 @@ def test_export_gives_real_logits():
     for strict in (False, True):
         exported = torch.export.export(Logits(bound), (ids,), strict=strict)
         torch.testing.assert_close(exported.module()(ids), plain(ids).logits)
+
+
+def test_what_is_untraced_may_be_called_first_while_something_is_compiled():
+    seen = []
+
+    @untraced
+    def one_more(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    compiled_code = torch.compile(lambda x: 2 * one_more(2 * x), backend="eager")
+    for _ in range(2):
+        assert compiled_code(torch.ones(2)).tolist() == [6.0, 6.0]
+    assert seen == [False, False]

@@ -252,6 +252,21 @@ def test_models_on_meta_are_found():
     assert len(found(model)[0]) == 1
 
 
+def test_a_config_that_refuses_to_be_asked_costs_nothing():
+    class Differs:
+        """As those of models whose layers have heads of several widths."""
+
+        @property
+        def head_dim(self):
+            raise RuntimeError("it varies from layer to layer")
+
+    module = Attention()
+    module.config = Differs()
+    bindings, rows = found(Model(module))
+    assert [binding.module for binding in bindings] == [module]
+    assert not rows
+
+
 def test_copies_and_pickles_call_rope_on_themselves(launches):
     model = Model(Attention(), Helper())
     x, tables = arguments()

@@ -12,9 +12,10 @@ import zoo
 # One of each family of norms, MLPs, rotations, experts and heads.
 FIRST = ["llama", "gemma2", "gpt2", "qwen3", "phi3", "mixtral", "deepseek_v3", "cohere2", "nemotron"]
 SECOND = [
-    "apertus", "bamba", "bart", "bert", "bloom", "deepseek_v2", "falcon_h1", "gemma", "gemma3_text", "glm4", "gpt_neox",
-    "gpt_oss", "granitemoe", "jamba", "llama4", "mamba2", "mistral", "modernbert-decoder", "mpt", "olmo2", "opt", "phi",
-    "phi4_multimodal", "qwen2", "qwen2_moe", "qwen3_next", "recurrent_gemma", "smollm3", "stablelm", "starcoder2",
+    "apertus", "bamba", "bart", "bert", "bloom", "deepseek_v2", "falcon_h1", "gemma", "gemma3_text", "gemma4_text",
+    "glm4", "gpt_neox", "gpt_oss", "granitemoe", "jamba", "llama4", "mamba2", "mistral", "modernbert-decoder", "mpt",
+    "olmo2", "opt", "phi", "phi4_multimodal", "qwen2", "qwen2_moe", "qwen3_next", "recurrent_gemma", "smollm3",
+    "stablelm", "starcoder2",
 ]  # fmt: skip
 ALL = list(zoo.names())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_registry.transformers.engine.expressions import Expr, const
+from liger_registry.transformers.engine.expressions import Expr, brief, const
 from liger_registry.transformers.engine.interpreting import Interpreter
 from liger_registry.transformers.engine.reading import Unreadable, read_method
 from liger_registry.transformers.engine.values import Known, as_expr
@@ -63,7 +63,7 @@ def activation_of(target: Any) -> Activation:  # noqa: ANN401
         raise Unreadable(f"{type(target).__name__} is no activation")
     found = _activation(result, x)
     if found is None:
-        raise Unreadable(f"activation {_name(target)} is {_short(result)}")
+        raise Unreadable(f"activation {_name(target)} is {brief(result, 100)}")
     return found
 
 
@@ -81,8 +81,3 @@ def _name(target: object) -> str:
     if isinstance(target, functools.partial):
         return _name(target.func)
     return target.__name__ if isinstance(target, FunctionType) else type(target).__name__
-
-
-def _short(expr: Expr) -> str:
-    text = str(expr)
-    return text if len(text) <= 100 else f"{text[:97]}..."

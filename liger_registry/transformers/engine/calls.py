@@ -61,9 +61,14 @@ def hooked(module: nn.Module) -> bool:
     return any(module.__dict__.get(name) for name in names)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is written in a report: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def float_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of a model's first floating parameter; float32 if it has none."""
     return next((p.dtype for p in model.parameters() if p.dtype in FLOATING), torch.float32)
 
 
-__all__ = ["FLOATING", "call", "float_dtype", "hooked", "reference", "takes", "usable_place"]
+__all__ = ["FLOATING", "call", "dtype_name", "float_dtype", "hooked", "reference", "takes", "usable_place"]

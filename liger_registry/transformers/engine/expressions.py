@@ -249,6 +249,12 @@ _BUILDERS: dict[str, Any] = {
 _SIGNS = {"add": " + ", "mul": " * ", "div": " / ", "pow": " ** ", "floordiv": " // ", "matmul": " @ "}
 
 
+def brief(expr: Expr, limit: int = 160) -> str:
+    """An expression as text of so many characters at most."""
+    text = str(expr)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def show(expr: Expr) -> str:
     """An expression as text for people, close to Python."""
     args = [show(arg) for arg in expr.args]

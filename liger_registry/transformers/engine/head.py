@@ -15,11 +15,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from liger_registry.handle import PLAIN
 from liger_registry.transformers.engine.binding import Binding, place
 from liger_registry.transformers.engine.deferred import defer
 from liger_registry.transformers.engine.headcall import HeadCall
 from liger_registry.transformers.engine.plain_loss import code_names, find_losses
-from liger_registry.transformers.engine.recording import PLAIN
 from liger_registry.transformers.engine.report import Row
 from liger_registry.transformers.engine.requests import take
 

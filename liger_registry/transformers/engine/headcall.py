@@ -29,14 +29,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """A function that Dynamo runs and does not trace, for code that a compiled function's own code calls."""
-    made: list[_Function] = []  # only when it is needed: Dynamo takes seconds to import, and imports Triton
+    """A function that Dynamo runs and does not trace, for code that a compiled function's own code calls.
+
+    ``torch.compiler.disable`` on first use, and only where there is a Dynamo: to import it takes seconds, and Triton.
+    """
+    made: list[_Function] = []
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
         if not made:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
             made.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return made[0](*args, **kwargs)
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from liger_registry.handle import PLAIN
 from liger_registry.transformers._handles import call as call_op
 from liger_registry.transformers.engine.deferred import Cell, DeferredLogits, HeadFunction, defer
 from liger_registry.transformers.engine.folding import Folded, fold
 from liger_registry.transformers.engine.headcall import HeadCall, can_be_called, whole
-from liger_registry.transformers.engine.recording import PLAIN
 from liger_registry.transformers.engine.requests import ask
 
 

@@ -7,6 +7,7 @@ adapters and quantised weights work. A squared ReLU is replaced in its own modul
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from liger_registry.transformers.engine.adapters import Enabled
 from liger_registry.transformers.engine.binding import Binding
 from liger_registry.transformers.engine.calls import FLOATING, call, reference, takes, usable_place
 from liger_registry.transformers.engine.gating import GatedForward, GatedProduct, bind_products
-from liger_registry.transformers.engine.probe import CannotStandIn, confirm, difference, inputs, stand_in
+from liger_registry.transformers.engine.probe import CannotStandIn, confirm, difference, differs_in, inputs, stand_in
 from liger_registry.transformers.engine.reading import Unreadable
 from liger_registry.transformers.engine.report import Row
 
@@ -98,8 +99,8 @@ def confirmed(module: nn.Module, method: str, product: GatedProduct) -> str:
         layers,
     )
     if key not in _probed:
-        plain = GatedProduct.__new__(GatedProduct)
-        plain.__dict__.update(product.__dict__, operate=reference)
+        plain = copy.copy(product)
+        plain.operate = reference
         _probed[key] = _compared(module, method, plain)
     return _probed[key]
 
@@ -117,7 +118,7 @@ def _compared(module: nn.Module, method: str, product: GatedProduct) -> str:
         parameters = [p for p in made.parameters() if p.requires_grad]
         text = difference(own, GatedForward(made, method, product), inputs((2, 3, width), dtype), parameters)
         if text:
-            return f"a probe on random numbers in {str(dtype).removeprefix('torch.')} differs in {text}"
+            return differs_in(dtype, text)
     return ""
 
 
@@ -150,5 +151,5 @@ def _alone(module: nn.Module, product: GatedProduct) -> str:
         except Exception as error:
             return f"a probe on random numbers fails: {type(error).__name__}: {error}"
         if text:
-            return f"a probe on random numbers in {str(dtype).removeprefix('torch.')} differs in {text}"
+            return differs_in(dtype, text)
     return ""

@@ -20,8 +20,16 @@ from torch import nn
 
 from liger_registry.transformers.engine.adapters import Enabled
 from liger_registry.transformers.engine.binding import Binding
-from liger_registry.transformers.engine.calls import FLOATING, call, float_dtype, reference, takes, usable_place
-from liger_registry.transformers.engine.expressions import Expr, add, cast, const, dtype_of, mul, number
+from liger_registry.transformers.engine.calls import (
+    FLOATING,
+    call,
+    dtype_name,
+    float_dtype,
+    reference,
+    takes,
+    usable_place,
+)
+from liger_registry.transformers.engine.expressions import Expr, add, brief, cast, const, dtype_of, mul, number
 from liger_registry.transformers.engine.matching import Holes, hole, match
 from liger_registry.transformers.engine.probe import confirm
 from liger_registry.transformers.engine.reading import Reading, Unreadable, read_method
@@ -60,6 +68,10 @@ class Formula:
     width: int | None = None
     autocast: str = "all"
 
+    def weight_of(self, module: nn.Module) -> Any:  # noqa: ANN401 - whatever the module has there now
+        """A module's weight; None without one."""
+        return None if self.weight is None else getattr(module, self.weight)
+
     @property
     def text(self) -> str:
         """For the report."""
@@ -88,18 +100,36 @@ class NormForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The forward."""
         if len(args) == 1 and not kwargs:
-            (x,), formula = args, self.formula
-            weight = None if formula.weight is None else getattr(self.module, formula.weight)
-            bias = None if formula.bias is None else getattr(self.module, formula.bias)
-            if self.fits(x, weight, bias):
-                casting = self.castings.get((x.dtype, None if weight is None else weight.dtype))
-                if casting == "" and (bias is None or weight is None or bias.dtype == weight.dtype):
+            (x,), weight, formula = args, self.weight, self.formula
+            if formula.op == "rms_norm":
+                options = self.options(x, weight)
+                if options is not None:
+                    return self.operate("rms_norm", x, weight, **options)
+            else:
+                bias = None if formula.bias is None else getattr(self.module, formula.bias)
+                if self._is_served(x, weight, bias):
                     if formula.offset and weight is not None:
                         weight = weight + formula.offset
                     return self.operate("layer_norm", x, weight, bias, eps=formula.eps)
-                if casting:
-                    return self.operate("rms_norm", x, weight, eps=formula.eps, offset=formula.offset, casting=casting)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def weight(self) -> Any:  # noqa: ANN401 - see Formula.weight_of
+        """The module's weight; None without one."""
+        return self.formula.weight_of(self.module)
+
+    def options(self, x: Any, weight: Tensor | None) -> dict[str, Any] | None:  # noqa: ANN401
+        """The options of ``rms_norm`` for these tensors; None where it would round otherwise, or not take them."""
+        if not self.fits(x, weight, None):
+            return None
+        casting = self.castings.get((x.dtype, None if weight is None else weight.dtype))
+        return {"eps": self.formula.eps, "offset": self.formula.offset, "casting": casting} if casting else None
+
+    def _is_served(self, x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:  # noqa: ANN401
+        """Whether ``layer_norm`` takes these tensors, and rounds as the module does."""
+        if not self.fits(x, weight, bias) or (x.dtype, None if weight is None else weight.dtype) not in self.castings:
+            return False
+        return bias is None or weight is None or bias.dtype == weight.dtype
 
     def fits(self, x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:  # noqa: ANN401
         """Whether the operation takes these tensors, wherever its dtypes do."""
@@ -144,13 +174,13 @@ def _bound(path: str, module: nn.Module, formula: Formula, dtype: torch.dtype) -
     where, reason = usable_place(module)
     if reason:
         return left(reason)
-    weight = None if formula.weight is None else getattr(module, formula.weight)
+    weight = formula.weight_of(module)
     own = dtype if weight is None else weight.dtype
     if own not in FLOATING:
-        return left(f"its weight is in {str(own).removeprefix('torch.')}")
+        return left(f"its weight is in {dtype_name(own)}")
     served = {pair for pair, _ in formula.castings}
     if (own, None if weight is None else own) not in served:
-        return left(f"in {str(own).removeprefix('torch.')} it rounds in other places than {formula.op}")
+        return left(f"in {dtype_name(own)} it rounds in other places than {formula.op}")
     reason = _confirmed(module, formula)
     if reason:
         return left(reason)
@@ -198,7 +228,7 @@ def formula_of(module: nn.Module) -> Formula:
 
 def _formula(reading: Reading, name: str) -> Formula:
     result = reading.result
-    strange = Unreadable(f"forward of {name} is no known formula: {_short(result)}")
+    strange = Unreadable(f"forward of {name} is no known formula: {brief(result)}")
     if len(reading.parameters) != 1:
         raise Unreadable(f"forward of {name} takes more than one tensor: {', '.join(reading.parameters)}")
     x = Expr("param", (), reading.parameters[0])
@@ -233,11 +263,6 @@ def _chosen(found: Mapping[Pair, list[tuple[str, float, float]]]) -> tuple[tuple
     names = {pair: [casting for casting, _, _ in same] for pair, same in found.items()}
     often = Counter(casting for castings in names.values() for casting in castings)
     return tuple((pair, max(castings, key=lambda casting: often[casting])) for pair, castings in names.items())
-
-
-def _short(expr: Expr) -> str:
-    text = str(expr)
-    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def _width(reading: Reading) -> int | None:
@@ -320,7 +345,7 @@ def _formulas(op: str, x: Expr, weight: Expr | None, bias: Expr | None) -> Itera
 
 def _confirmed(module: nn.Module, formula: Formula) -> str:
     """Whether the operation does on random numbers what the class does; asked once for each class and formula."""
-    weight = None if formula.weight is None else getattr(module, formula.weight)
+    weight = formula.weight_of(module)
     width = formula.width or (41 if weight is None else weight.shape[-1])
     key = (type(module), formula, width)
     if key not in _probed:
@@ -335,5 +360,5 @@ _probed: dict[object, str] = {}
 
 
 def _shape(made: nn.Module, formula: Formula, width: int) -> tuple[int, int, int]:
-    weight = None if formula.weight is None else getattr(made, formula.weight)
+    weight = formula.weight_of(made)
     return 2, 3, width if weight is None else weight.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from liger_registry.handle import PLAIN
 from liger_registry.transformers._handles import call as call_op
 from liger_registry.transformers.engine.binding import Binding
-from liger_registry.transformers.engine.recording import PLAIN
+from liger_registry.transformers.engine.rebuild import global_names
 from liger_registry.transformers.engine.report import Row
 
 CROSS_ENTROPY = "cross_entropy"
@@ -115,8 +116,5 @@ def find_losses(owners: Sequence[Any], names: Mapping[int, str]) -> list[Binding
 def code_names(function: Callable[..., Any], name: str) -> bool:
     """Whether the code of a function, below its decorators, or of one inside of it, names something so."""
 
-    def names(code: CodeType) -> bool:
-        return name in code.co_names or any(names(c) for c in code.co_consts if isinstance(c, CodeType))
-
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return isinstance(code, CodeType) and names(code)
+    inner = inspect.unwrap(function)
+    return isinstance(inner, FunctionType) and name in global_names(inner)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from liger_registry.transformers.engine.calls import dtype_name
+
 Tensor = torch.Tensor
 Call = Callable[..., Tensor]
 
@@ -204,6 +206,11 @@ def _differ(one: Tensor, other: Tensor, exactly: bool) -> str:
     return ""
 
 
+def differs_in(dtype: torch.dtype, text: str) -> str:
+    """What the report says of a difference."""
+    return f"a probe on random numbers in {dtype_name(dtype)} differs in {text}"
+
+
 def confirm(
     module: nn.Module,
     bound: Callable[[nn.Module], Call],
@@ -231,5 +238,5 @@ def confirm(
         except Exception as error:
             return f"a probe on random numbers fails: {type(error).__name__}: {error}"
         if text:
-            return f"a probe on random numbers in {str(dtype).removeprefix('torch.')} differs in {text}"
+            return differs_in(dtype, text)
     return ""

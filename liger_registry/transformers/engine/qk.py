@@ -35,8 +35,8 @@ from liger_registry.transformers.engine.fusing import (
     why_not,
 )
 from liger_registry.transformers.engine.norms import NormForward
-from liger_registry.transformers.engine.rebuild import CannotRebuild, Shared, rebuild
-from liger_registry.transformers.engine.rebuilt import Rebuilt, place_of
+from liger_registry.transformers.engine.rebuild import Shared, rebuild
+from liger_registry.transformers.engine.rebuilt import Rebuilt, rebound
 from liger_registry.transformers.engine.report import Row
 from liger_registry.transformers.engine.rotations import Pairs
 from liger_registry.transformers.engine.turning import Ready, Turned, before
@@ -108,26 +108,18 @@ def _look(path: str, module: nn.Module) -> Iterator[Binding | Row]:
         reasons = [why_not(norm, name) for name, norm in named if norm_of(norm) is None]
         yield Row(OP, path, False, "; ".join(dict.fromkeys(reasons)), kind)
         return
-    attribute = place_of(module, "forward")
-    if attribute is None:
-        yield Row(OP, path, False, f"{kind}.forward was replaced by somebody else", kind)
-        return
     use = next(use for use in rotary.uses(type(module)) if use.method == "forward")
-    try:
-        what = rotary.unreached(module, use)
-        if what is None:
-            return
-        if what:
-            yield Row(OP, path, False, what, kind)
-            return
-        replacement = NormedRotaryForward(module).call
-    except CannotRebuild as error:
-        yield Row(OP, path, False, error.reason, kind)
+    what = rotary.unreached(module, use)
+    if what is None:
         return
-    _, q, k = found[0]
-    how = f"its forward calls {q} and {k}, then {found[0][0]}"
-    yield Binding(OP, path, module, attribute, replacement, how)
-    yield Row(rotary.OP, path, True, f"in {OP}, or alone where that does not take a call", kind)
+    if what:
+        yield Row(OP, path, False, what, kind)
+        return
+    function, q, k = found[0]
+    made = rebound(OP, path, NormedRotaryForward, module, "forward", f"its forward calls {q} and {k}, then {function}")
+    yield made
+    if isinstance(made, Binding):
+        yield Row(rotary.OP, path, True, f"in {OP}, or alone where that does not take a call", kind)
 
 
 def norm_and_turn(
@@ -141,9 +133,12 @@ def norm_and_turn(
     **kwargs: Any,
 ) -> Any:  # noqa: ANN401
     """``function(q_norm(q), k_norm(k), ...)``; with ``flipped``, of what the norms give transposed."""
-    turned = _fused(q_norm, k_norm, function, flipped, q, k, args, kwargs)
-    if turned is not None:
-        return turned
+    forwards = norm_of(q_norm), norm_of(k_norm)
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
+        heads = (q.transpose(1, 2), k.transpose(1, 2)) if flipped else (q, k)
+        turned = _fused(*forwards, function, function.ready((*heads, *args), kwargs))
+        if turned is not None:
+            return turned
     q, k = q_norm(q), k_norm(k)
     if flipped:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -151,31 +146,17 @@ def norm_and_turn(
 
 
 def _fused(
-    q_norm: nn.Module,
-    k_norm: nn.Module,
-    function: Turned,
-    flipped: bool,
-    q: Tensor,
-    k: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    q_forward: NormForward | None, k_forward: NormForward | None, function: Turned, ready: Ready | None
 ) -> tuple[Tensor, Tensor] | None:
-    q_forward, k_forward = norm_of(q_norm), norm_of(k_norm)
-    if q_forward is None or k_forward is None or not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+    """Both in one launch; None if it is no case for ``qk_norm_rope``."""
+    if q_forward is None or k_forward is None or ready is None or ready.k is None or ready.wide:
         return None
-    if q.dim() != 4 or k.dim() != 4:
-        return None
-    if flipped:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    ready = function.ready((q, k, *args), kwargs)
-    if ready is None or ready.k is None or ready.wide or not _simple(function.rotation.pairs):
-        return None
-    options = _options(ready, q_forward, k_forward)
+    pairs = function.rotation.pairs
+    weights = q_forward.weight, k_forward.weight
+    options = _options(ready, q_forward, k_forward, weights) if _simple(pairs) else None
     if options is None:
         return None
-    options["interleaved"] = function.rotation.pairs.interleaved
-    weights = (_weight(q_norm, q_forward), _weight(k_norm, k_forward))
-    q_out, k_out = call(OP, ready.q, ready.k, *weights, ready.cos, ready.sin, **options)
+    q_out, k_out = call(OP, ready.q, ready.k, *weights, ready.cos, ready.sin, interleaved=pairs.interleaved, **options)
     return before(q_out, ready), before(k_out, ready)
 
 
@@ -184,25 +165,20 @@ def _simple(pairs: Pairs) -> bool:
     return pairs in (Pairs(), Pairs(partial=True), Pairs(interleaved=True), Pairs(interleaved=True, partial=True))
 
 
-def _weight(norm: nn.Module, forward: NormForward) -> Any:  # noqa: ANN401
-    return None if forward.formula.weight is None else getattr(norm, forward.formula.weight)
-
-
-def _options(ready: Ready, q_forward: NormForward, k_forward: NormForward) -> dict[str, Any] | None:
+def _options(
+    ready: Ready, q_forward: NormForward, k_forward: NormForward, weights: tuple[Tensor | None, Tensor | None]
+) -> dict[str, Any] | None:
     """The options of both norms, where they are the same and give heads of the dtype they are given."""
-    one, other = q_forward.formula, k_forward.formula
-    q_weight, k_weight = _weight(q_forward.module, q_forward), _weight(k_forward.module, k_forward)
-    if q_weight is None or k_weight is None or ready.k is None or q_weight.dtype != k_weight.dtype:
+    q_weight, k_weight = weights
+    if q_weight is None or k_weight is None or q_weight.dtype != k_weight.dtype:
         return None
-    if not q_forward.fits(ready.q, q_weight, None) or not k_forward.fits(ready.k, k_weight, None):
+    options = q_forward.options(ready.q, q_weight)
+    if options is None or options != k_forward.options(ready.k, k_weight):
         return None
-    pair = (ready.q.dtype, q_weight.dtype)
-    casting = q_forward.castings.get(pair)
-    if not casting or casting != k_forward.castings.get(pair) or (one.eps, one.offset) != (other.eps, other.offset):
+    dtype = ready.q.dtype
+    if options["casting"] == "llama" and torch.promote_types(dtype, q_weight.dtype) != dtype:
         return None
-    if casting == "llama" and torch.promote_types(*pair) != ready.q.dtype:
-        return None
-    return {"eps": one.eps, "offset": one.offset, "casting": casting}
+    return options
 
 
 # -- the code --------------------------------------------------------------------------------------------------------

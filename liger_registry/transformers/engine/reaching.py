@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_registry.transformers.engine.calls import float_dtype
+
 _TOKENS = (8, 1024)  # few; and many, for code that works on windows of the sequence
 
 
@@ -102,7 +104,7 @@ def _tried(module: nn.Module, method: str, made: Callable[..., Any], device: str
     """The same as ``reaches`` with so many tokens on one device."""
     first = ""
     for arguments in itertools.islice(_arguments(module, tokens, device), _MOST):
-        tried = ghost(module, device, _dtype(module))
+        tried = ghost(module, device, float_dtype(module))
         tried.__dict__[method] = MethodType(made, tried)
         try:
             with torch.no_grad():
@@ -136,13 +138,13 @@ def _arguments(module: nn.Module, tokens: int, device: str) -> Iterator[dict[str
     ):
         lead = (1, tokens) if rank == 3 else (tokens,)
         given: dict[str, Any] = dict.fromkeys(needed)
-        given[names[0]] = torch.zeros((), dtype=_dtype(module), device=device).expand(*lead, width)
+        given[names[0]] = torch.zeros((), dtype=float_dtype(module), device=device).expand(*lead, width)
         if mask:
             given["attention_mask"] = torch.zeros((), dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
         for name in names[1:]:
             value = _argument(name, lead, (other, column), real, device)
             if value is not None:
-                given[name] = value.to(_dtype(module)) if name.startswith(_HIDDEN) else value
+                given[name] = value.to(float_dtype(module)) if name.startswith(_HIDDEN) else value
         yield given
 
 
@@ -168,12 +170,6 @@ def _argument(name: str, lead: tuple[int, ...], sizes: tuple[int, int], real: bo
     if name.startswith(_HIDDEN):
         return zero.expand(*lead, width)
     return None
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(
-        (p.dtype for p in module.parameters() if p.dtype.is_floating_point and p.element_size() > 1), torch.float32
-    )
 
 
 def _widths(module: nn.Module) -> list[int]:

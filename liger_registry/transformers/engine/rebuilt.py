@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from liger_registry.transformers.engine.binding import place
+from liger_registry.transformers.engine.binding import Binding, place
+from liger_registry.transformers.engine.rebuild import CannotRebuild
+from liger_registry.transformers.engine.report import Row
 
 
 class Rebuilt:
@@ -45,6 +47,27 @@ class Rebuilt:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {type(self.module).__name__}.{self.attribute}>"
+
+
+def rebound(op: str, path: str, made: type[Rebuilt], module: nn.Module, method: str, how: str) -> Binding | Row:
+    """The binding of a method built again, or why there can be none.
+
+    Args:
+        op: the operation that is in it.
+        path: of the module.
+        made: what stands in the method's place.
+        module: whose method it is.
+        method: its name.
+        how: for the report.
+    """
+    kind = type(module).__name__
+    attribute = place_of(module, method)
+    if attribute is None:
+        return Row(op, path, False, f"{kind}.{method} was replaced by somebody else", kind)
+    try:
+        return Binding(op, path, module, attribute, made(module, method).call, how)
+    except CannotRebuild as error:
+        return Row(op, path, False, error.reason, kind)
 
 
 def rebuilt_of(own: object) -> Rebuilt | None:

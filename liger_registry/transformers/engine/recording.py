@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_registry.handle import PLAIN
+
 if TYPE_CHECKING:
     from liger_registry.transformers.engine.headcall import HeadCall
 
@@ -165,7 +167,6 @@ def _index(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argumen
 
 
 #: The types of tensors that an operation may read besides the logits.
-PLAIN = (Tensor, torch.nn.Parameter)
 
 _ACCEPTS: dict[Any, Callable[[Node, tuple[Any, ...], dict[str, Any]], Arguments | None]] = {
     **dict.fromkeys(

@@ -31,8 +31,8 @@ from liger_registry.transformers.engine.fusing import (
     straight,
     why_not,
 )
-from liger_registry.transformers.engine.rebuild import CannotRebuild, Shared, rebuild
-from liger_registry.transformers.engine.rebuilt import Rebuilt, place_of
+from liger_registry.transformers.engine.rebuild import Shared, rebuild
+from liger_registry.transformers.engine.rebuilt import Rebuilt, rebound
 from liger_registry.transformers.engine.report import Row
 
 OP = "fused_add_rms_norm"
@@ -82,30 +82,18 @@ def _look(path: str, module: nn.Module) -> Iterator[Binding | Row]:
         if any(isinstance(norm, nn.Module) and "rms" in type(norm).__name__.lower() for norm in norms.values()):
             yield Row(OP, path, False, "; ".join(why_not(norm, name) for name, norm in norms.items()), kind)
         return
-    attribute = place_of(module, "forward")
-    if attribute is None:
-        yield Row(OP, path, False, f"{kind}.forward was replaced by somebody else", kind)
-        return
-    try:
-        replacement = ResidualForward(module).call
-    except CannotRebuild as error:
-        yield Row(OP, path, False, error.reason, kind)
-        return
-    yield Binding(OP, path, module, attribute, replacement, f"its forward adds, then calls {' and '.join(fused)}")
+    how = f"its forward adds, then calls {' and '.join(fused)}"
+    yield rebound(OP, path, ResidualForward, module, "forward", how)
 
 
 def add_norm(norm: nn.Module, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """``(norm(one + other), one + other)``."""
     forward = norm_of(norm)
     if forward is not None and takes(one, other) and one.shape == other.shape and one.dtype == other.dtype:
-        formula = forward.formula
-        weight = None if formula.weight is None else getattr(norm, formula.weight)
-        if one.device == other.device and forward.fits(one, weight, None):
-            casting = forward.castings.get((one.dtype, None if weight is None else weight.dtype))
-            if casting:
-                options = {"eps": formula.eps, "offset": formula.offset, "casting": casting}
-                normed, total = call(OP, other, one, weight, **options)
-                return normed, total
+        options = forward.options(one, forward.weight) if one.device == other.device else None
+        if options is not None:
+            normed, total = call(OP, other, one, forward.weight, **options)
+            return normed, total
     total = one + other
     return norm(total), total
 

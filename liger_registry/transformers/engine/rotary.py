@@ -18,7 +18,7 @@ from liger_registry.transformers.engine.adapters import Enabled
 from liger_registry.transformers.engine.binding import Binding
 from liger_registry.transformers.engine.reaching import reaches, signal
 from liger_registry.transformers.engine.rebuild import CannotRebuild, Shared, chain, global_names, rebuild
-from liger_registry.transformers.engine.rebuilt import Rebuilt, place_of, rebuilt_of
+from liger_registry.transformers.engine.rebuilt import Rebuilt, rebound, rebuilt_of
 from liger_registry.transformers.engine.report import Row
 from liger_registry.transformers.engine.rotations import NotRotary
 from liger_registry.transformers.engine.turning import Turned, turned
@@ -74,23 +74,16 @@ def _look(path: str, module: nn.Module, use: Use, failed: dict[tuple[type, str],
         return Row(OP, path, False, "; ".join(use.reasons), kind)
     if _has_it(module, use.method):
         return None
-    attribute = place_of(module, use.method)
-    if attribute is None:
-        return Row(OP, path, False, f"{kind}.{use.method} was replaced by somebody else", kind)
     names = " and ".join(use.functions)
-    try:
-        key = type(module), use.method
-        what = failed[key] if key in failed else unreached(module, use)
-        if what is None:
-            return None  # a layer that turns nothing, in a class of those that do
-        if what:
-            failed[key] = what  # what could not be tried on one layer is not tried on sixty
-            return Row(OP, path, False, f"{names} of {use.method}: {what}", kind)
-        replacement = RotaryMethod(module, use.method).call
-    except CannotRebuild as error:
-        return Row(OP, path, False, error.reason, kind)
+    key = type(module), use.method
+    what = failed[key] if key in failed else unreached(module, use)
+    if what is None:
+        return None  # a layer that turns nothing, in a class of those that do
+    if what:
+        failed[key] = what  # what could not be tried on one layer is not tried on sixty
+        return Row(OP, path, False, f"{names} of {use.method}: {what}", kind)
     how = ", ".join(dict.fromkeys(f"{name} turns {f.rotation.name}" for name, f in use.functions.items()))
-    return Binding(OP, path, module, attribute, replacement, how)
+    return rebound(OP, path, RotaryMethod, module, use.method, how)
 
 
 def _has_it(module: nn.Module, method: str) -> bool:
@@ -110,7 +103,10 @@ def unreached(module: nn.Module, use: Use) -> str | None:
     """
     function = getattr(type(module), use.method)
     signalling = dict.fromkeys(use.functions, signal)
-    made = _rebuilt.get_or_make(function, "signal", lambda: rebuild(function, signalling))
+    try:
+        made = _rebuilt.get_or_make(function, "signal", lambda: rebuild(function, signalling))
+    except CannotRebuild as error:
+        return error.reason
     return reaches(module, use.method, made)
 
 
