@@ -46,7 +46,8 @@ def test_a_capture_replays_other_values(name):
 
     def step():
         loss = scalar(handle(*inputs[:3]))
-        return loss, *torch.autograd.grad(loss, inputs[:2])
+        gradients = torch.autograd.grad(loss, inputs[:2])
+        return loss.detach(), *gradients  # autograd minds leaves whose graph another stream keeps
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -100,12 +101,15 @@ def test_slabs_of_more_than_2_to_the_31_elements():
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
 def test_forwards_gradients_are_scaled_in_fp32(factor):
     inputs = on_gpu(head(512, 64, 517, torch.bfloat16))
+    reference, exact = registry.op("fused_linear_cross_entropy").reference, wide(inputs)
+    right = torch.autograd.grad(reference(*exact) * factor, exact[:2])
+    formula = torch.autograd.grad(reference(*inputs) * factor, inputs[:2])
     for name in ("scale_unless_one", "scale"):
         handle = registry.get("fused_linear_cross_entropy", implementation={"backward": name})
         found = torch.autograd.grad(handle(*inputs) * factor, inputs[:2])
-        exact = wide(inputs)
-        right = torch.autograd.grad(registry.op("fused_linear_cross_entropy").reference(*exact) * factor, exact[:2])
-        assert all(error(a, b) < 5e-3 for a, b in zip(found, right, strict=True))
+        # Logits of 16 are rounded by up to 0.03 in bf16, which is in the formula's error too.
+        for ours, theirs, value in zip(found, formula, right, strict=True):
+            assert error(ours, value) <= 1.5 * error(theirs, value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
