@@ -32,6 +32,8 @@ BLOCK = 2048
 #: Bytes of the fp32 copies that a stage in PyTorch operations makes at once on a CPU, and how many copies of a slab
 #: these are at most, with a cap, an entropy and a prediction.
 STAGE_BYTES, STAGE_COPIES = 64 << 20, 6
+#: Elements of a gradient that are scaled at once.
+SCALED = 1 << 23
 _SIZE = {"float64": 8, "float32": 4}
 # Per-token vectors of statistics, their gradients and targets that are alive at once, in bytes a row; and what a stage
 # that splits columns holds of a row, 64 parts of up to six statistics.
@@ -46,6 +48,13 @@ def size_of(dtype: object) -> int:
 def wide_size(dtype: object) -> int:
     """Bytes of one element of the dtype of statistics."""
     return max(size_of(dtype), 4)
+
+
+def scale_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of scaling the gradients that forward left: two wide copies of the elements that are scaled at once."""
+    largest = max(int(problem.tokens), int(problem.vocab)) * int(problem.hidden)
+    dtype = problem.dtypes.get("hidden") or problem.dtypes["student_input"]
+    return 2 * wide_size(dtype) * min(SCALED, largest)
 
 
 def pitch(columns: int) -> int:

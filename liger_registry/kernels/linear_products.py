@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from liger_registry.kernels.linear_heuristics import ADDED_ROWS, BLOCK, STAGE_BYTES, pitch
+from liger_registry.kernels.linear_heuristics import ADDED_ROWS, BLOCK, SCALED, STAGE_BYTES, pitch
 
 #: Whether PyTorch's products add to a wider tensor; up to 2.9 it wants both of one dtype.
 _ADDS_WIDER = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
@@ -133,6 +133,24 @@ def add_columns(total: Tensor, slab: Tensor, first: bool) -> None:
     """``total += slab.sum(0)`` in the dtype of total; on a CPU a sum in another dtype would copy the slab first."""
     found = slab.sum(0, dtype=total.dtype) if slab.is_cuda else slab.sum(0)
     total.copy_(found) if first else total.add_(found)
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in a dtype, in the gradient's own memory where that is its dtype.
+
+    Args:
+        gradient: contiguous.
+        factor: 0-dim; a product of a 16-bit tensor with it would round it first.
+        dtype: of the result.
+    """
+    if gradient.dtype == factor.dtype == dtype:
+        return gradient.mul_(factor)
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    source, target = gradient.view(-1), out.view(-1)
+    for here in row_slabs(source.numel(), SCALED):
+        part = source[here]
+        target[here] = part * factor if part.dtype == factor.dtype else part.to(factor.dtype).mul_(factor)
+    return out
 
 
 def row_slabs(count: int, rows: int) -> Iterator[slice]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_registry.kernels.linear_call import Call
+from liger_registry.kernels.linear_products import scaled
 from liger_registry.kernels.linear_rows import RowGradients, over_rows
 from liger_registry.kernels.linear_slabs import FAR, Stage, Statistics, gradients_over_vocab, over_vocab
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
     Stages = Mapping[str, Stage]
     Results = tuple[Tensor | None, ...]
-
-# Elements that are scaled at once; of their fp32 copies, 32 MiB each, two are there at a time.
-_SCALED = 1 << 23
 
 
 def _forward_rows(call: Call, hidden: Tensor, stages: Stages, needs: tuple[bool, ...], rows: int, sums: str) -> Results:
@@ -156,21 +154,9 @@ def backward_scale(
     """Forward's gradients times the loss', in fp32 and in their own memory, handed over."""
     held, inputs = (grad_hidden, grad_weight, grad_bias), (hidden, weight, bias)
     return tuple(
-        _scaled(g, grad_loss, x.dtype) if g is not None and x is not None and need else None
+        scaled(g, grad_loss, x.dtype) if g is not None and x is not None and need else None
         for g, x, need in zip(held, inputs, needs, strict=True)
     )
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor``; a product of a 16-bit tensor and a 0-dim one would round the factor first."""
-    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    if gradient.dtype == factor.dtype:
-        return torch.mul(gradient, factor, out=gradient) if out is gradient else out.copy_(gradient * factor)
-    source, target = gradient.reshape(-1), out.view(-1)
-    for start in range(0, source.numel(), _SCALED):
-        part = source[start : start + _SCALED].to(factor.dtype).mul_(factor)
-        target[start : start + _SCALED] = part
-    return out
 
 
 def forward_recompute_rows(

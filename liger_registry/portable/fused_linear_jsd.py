@@ -15,16 +15,13 @@ from torch import Tensor
 
 from liger_registry.kernels.compact import compact as rows_that_count
 from liger_registry.kernels.linear_heuristics import stage_rows
-from liger_registry.kernels.linear_products import add_product, cut_slab, logits_into, new_slab, row_slabs, wide
+from liger_registry.kernels.linear_products import add_product, cut_slab, logits_into, new_slab, row_slabs, scaled, wide
 
 if TYPE_CHECKING:
     from liger_registry import Device
 
     Stages = Mapping[str, Callable[..., tuple[Any, ...]]]
     Results = tuple[Tensor | None, ...]
-
-# Elements that are scaled at once: their fp32 copy of 64 MiB is all that it takes.
-_SCALED = 1 << 24
 
 
 def forward_chunked(
@@ -121,14 +118,10 @@ def backward_scale(
     grad: Tensor, *tensors: Tensor | None, device: Device, needs: tuple[bool, ...], **told: Any
 ) -> Results:
     """The gradients as forward left them, times the upstream gradient, in their own memory."""
-    for slope, need in zip(tensors[-2:], needs, strict=True):
-        if need and slope is not None:
-            flat = slope.view(-1)
-            for start in range(0, flat.shape[0], _SCALED):
-                part = flat[start : start + _SCALED]
-                # In the wide dtype: a number of no dimensions would be rounded to that of the gradient.
-                part.copy_(part.to(grad.dtype) * grad)
-    return tuple(slope if need else None for slope, need in zip(tensors[-2:], needs, strict=True))
+    return tuple(
+        scaled(slope, grad, slope.dtype) if need and slope is not None else None
+        for slope, need in zip(tensors[-2:], needs, strict=True)
+    )
 
 
 def _scale(

@@ -275,6 +275,23 @@ def test_logits_that_backward_rounds_another_way_give_no_infinity(monkeypatch, n
         assert error(ours, theirs) <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("held", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=str,
+)
+def test_gradients_are_scaled_in_pieces_and_in_their_own_memory(monkeypatch, held, dtype):
+    gradient, factor = torch.randn(300, 41).to(held), torch.tensor(1 / 3)
+    right = (gradient.double() * factor.double()).to(dtype)
+    monkeypatch.setattr(linear_products, "SCALED", 1000)
+    with Live() as live:
+        found = linear_products.scaled(gradient, factor, dtype)
+    assert (found.data_ptr() == gradient.data_ptr()) == (held == dtype)
+    torch.testing.assert_close(found, right, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    own = 0 if held == dtype else right.nbytes
+    assert live.peak - own <= 2 * 4 * 1000
+
+
 def test_slabs_of_a_vocabulary_cover_it():
     for vocab in (1, 2, 61, 517, 32000, 50257, 128256, 151936):
         for slabs in VOCAB_SLABS:

@@ -113,7 +113,7 @@ IMPLEMENTATIONS = (
         phase="backward",
         name="scale",
         launch=_LAUNCH + "backward_scale",
-        extra_bytes=lambda problem, config: 64 << 20,
+        extra_bytes=h.scale_bytes,
         doc="forward's gradients times the loss', in place",
     ),
     Implementation(

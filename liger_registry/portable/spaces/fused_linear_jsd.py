@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from liger_registry import ConfigSpace, Implementation
 from liger_registry.kernels import fused_linear_jsd_heuristics as h
-from liger_registry.kernels.linear_heuristics import SLAB_ROWS
+from liger_registry.kernels.linear_heuristics import SLAB_ROWS, scale_bytes
 
 _CHUNKED = (
     ConfigSpace(slab_rows=list(SLAB_ROWS), sums=["input", "float32"])
@@ -47,7 +47,7 @@ IMPLEMENTATIONS = (
         phase="backward",
         name="scale",
         launch="liger_registry.portable.fused_linear_jsd:backward_scale",
-        extra_bytes=lambda problem, config: 2 * 8 * (1 << 24),
+        extra_bytes=scale_bytes,
         doc="the gradients of the forward times the upstream gradient, in their own memory",
     ),
 )
