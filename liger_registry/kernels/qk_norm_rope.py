@@ -109,6 +109,7 @@ def _forward(
         KEEP=normed == q.dtype,
         ALIGN=align,
         num_warps=num_warps,
+        enable_fp_fusion=False,  # as in rope: ptxas may take a product in bf16 unrounded
         **options_for(device, waves_per_eu),
     )
     return q_out, k_out, q_rstd, k_rstd
