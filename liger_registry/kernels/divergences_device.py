@@ -39,13 +39,13 @@ def log_1_plus(value):
 
 
 @triton.jit
-def mixture(x, y, difference, share, rest):
-    """``(rest q (x - log m), share p (y - log m))`` with m = share p + rest q, and difference = x - y.
+def mixture(x, y, higher, difference, share, rest):
+    """``(rest q (x - log m), share p (y - log m))`` with m = share p + rest q; higher is x >= y, difference x - y.
 
     All is measured from the larger of both, so that equal elements give exactly 0, and no exponential overflows. Gaps
-    end at -104, where the exponential is 0 already; so does that of -inf in both, which is no number.
+    end at -104, where the exponential is 0 already; so does that of -inf in both, which is no number. Both are given:
+    a difference may have digits that x and y lack, and where it has none x >= y saves registers, 2 spills on sm_90.
     """
-    higher = difference >= 0.0  # of -inf in both neither, and both parts are 0
     gap = -tl.abs(difference)
     gap = tl.where(gap >= -104.0, gap, -104.0)
     ratio = tl.exp(gap)
@@ -67,7 +67,7 @@ def weighted(weight, value):
 def term(x, y, first, second, KIND: tl.constexpr):
     """An element's term; ``first`` and ``second`` are the shares of a mixture, or ``first`` the floor of ``plain``."""
     if KIND == "mixture":
-        of_x, of_y = mixture(x, y, x - y, first, second)
+        of_x, of_y = mixture(x, y, x >= y, x - y, first, second)
         found = of_x + of_y
     elif KIND == "forward":
         found = weighted(tl.exp(y), y - x)
@@ -84,7 +84,7 @@ def term(x, y, first, second, KIND: tl.constexpr):
 def slope(x, y, first, second, KIND: tl.constexpr):
     """The term's derivative by x."""
     if KIND == "mixture":
-        found, _ = mixture(x, y, x - y, first, second)
+        found, _ = mixture(x, y, x >= y, x - y, first, second)
     elif KIND == "forward":
         found = -tl.exp(y)
     elif KIND == "reverse":

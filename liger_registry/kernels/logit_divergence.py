@@ -78,7 +78,7 @@ def _logs(s_row, t_row, column, mask, factor, s_max, s_log, t_max, t_log):
 def _term(x, y, difference, one, two, KIND: tl.constexpr):
     """Each element's term, and the part of it that is the derivative by x, of a reverse divergence without its 1."""
     if KIND == "mixture":
-        of_x, of_y = mixture(x, y, difference, one, two)
+        of_x, of_y = mixture(x, y, difference >= 0.0, difference, one, two)
         found = of_x + of_y
     elif KIND == "reverse":
         found = weighted(tl.exp(x), difference)
