@@ -1,0 +1,152 @@
+"""How an output head makes logits, and what its weight is where it is given as a module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_registry.chunked_loss._checks import check_choice, check_number, positive
+from liger_registry.errors import InvalidInputError, UnsupportedOptionError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How logits are made of ``hidden @ weight.T + bias``, and what computing them may cost.
+
+    Attributes:
+        softcap: they become ``softcap * tanh(logits / softcap)``; None for no cap (Gemma 2 has 30).
+        logit_scale: a factor on them, before the cap (Cohere's ``logit_scale``, the inverse of Granite's).
+        temperature: what they are divided by at last.
+        compact: ``on`` drops tokens that do not count before any matrix product, for which their number has to be known
+            on the host; ``off`` never waits for the device; ``auto`` drops them where that pays and nothing is being
+            captured or compiled. Results are equal.
+        memory_budget: bytes that may be allocated beyond results and gradients, None for the default.
+
+    Raises:
+        UnsupportedOptionError: a value that no logits can be made with.
+    """
+
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    compact: str = "auto"
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None:
+            check_number("Head", "softcap", self.softcap, positive, "it bounds the logits", "pass None for no cap")
+        check_number(
+            "Head",
+            "logit_scale",
+            self.logit_scale,
+            lambda value: value != 0,
+            "nothing is left of logits times 0",
+            "pass 1.0",
+        )
+        check_number("Head", "temperature", self.temperature, positive, "logits are divided by it", "pass 1.0")
+        check_choice("Head", "compact", self.compact, ("auto", "on", "off"))
+
+    def options(self, ignore_index: int) -> dict[str, Any]:
+        """The options of operations over a head: a cap before a division is a smaller cap of smaller logits."""
+        return {
+            "softcap": 0.0 if self.softcap is None else self.softcap / self.temperature,
+            "scale": self.logit_scale / self.temperature,
+            "ignore_index": ignore_index,
+            "compact": self.compact,
+        }
+
+
+PLAIN = Head()
+
+
+def weights_of(face: str, weight: Tensor | nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The weight (vocab, hidden) and the bias (vocab,) of a head, differentiable by what they are made of.
+
+    A module may be ``torch.nn.Linear``, or PEFT's LoRA around one, whose weight is the sum of both parts: the
+    ``weight`` attribute of such a layer is that of the frozen layer inside, with which the adapter would be left out of
+    loss and gradients.
+
+    Args:
+        face: for messages.
+        weight: a tensor, or the head.
+        bias: the bias of a head that is given as a tensor.
+
+    Raises:
+        InvalidInputError: a weight whose values lie elsewhere (sharded), or a bias beside a module.
+        UnsupportedOptionError: a module that is not linear, or whose adapter is no sum of weights.
+    """
+    if isinstance(weight, nn.Module):
+        if bias is not None:
+            raise InvalidInputError(
+                f"{face} got a bias beside a module", why="the module has its own", fix="pass one of them"
+            )
+        weight, bias = _of_module(face, weight)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if hasattr(tensor, "full_tensor") or (hasattr(tensor, "ds_id") and tensor is not None and tensor.numel() == 0):
+            raise InvalidInputError(
+                f"the {name} of {face} is sharded",
+                why="its values are on several ranks, of which no loss over the whole vocabulary can be made",
+                fix="call the loss where the head's parameters are gathered, as with deepspeed.zero.GatheredParameters "
+                "or weight.full_tensor()",
+            )
+    return weight, bias
+
+
+def _of_module(face: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    saved = getattr(module, "modules_to_save", None)
+    if isinstance(saved, nn.ModuleDict):  # PEFT's copies of a layer, one an adapter, beside the original
+        names = [name for name in _active(module) if name in saved]
+        if getattr(module, "disable_adapters", False) or not names:
+            return _of_module(face, module.original_module)  # type: ignore[arg-type]
+        return _of_module(face, saved[names[0]])
+    base: Any = getattr(module, "base_layer", None)
+    if isinstance(base, nn.Module):
+        return _with_lora(face, module, base)
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise UnsupportedOptionError(
+            f"{face} cannot use {type(module).__name__} as a head",
+            why="its logits need not be hidden @ weight.T + bias",
+            fix="pass the weight that they are made with, as a tensor",
+        )
+    return module.weight, module.bias
+
+
+def _active(module: Any) -> list[str]:  # noqa: ANN401
+    found = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", [])
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _with_lora(face: str, module: Any, base: nn.Module) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
+    """The sum of a frozen head and its active LoRA adapters."""
+    weight, bias = _of_module(face, base)
+    if getattr(module, "disable_adapters", False) or getattr(module, "merged", False):
+        return weight, bias
+    factors = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+    if not all(isinstance(f, nn.ModuleDict) for f in factors):
+        raise UnsupportedOptionError(
+            f"{face} cannot use {type(module).__name__} as a head",
+            why="what it adds to the layer inside is not known to be a matrix",
+            fix="merge the adapter into the head, or leave the head out of target_modules",
+        )
+    for name in _active(module):
+        if name not in module.lora_A:
+            continue
+        dropout = module.lora_dropout[name] if name in module.lora_dropout else nn.Identity()
+        drops = module.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0
+        if drops or name in getattr(module, "lora_variant", {}):
+            raise UnsupportedOptionError(
+                f"{face} cannot use the adapter {name!r} of the head",
+                why="it drops hidden states out before the product" if drops else "it is more than a sum of weights",
+                fix="construct it with lora_dropout=0.0 and without variants such as DoRA, or leave the head out",
+            )
+        down, up, scaling = module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name])
+        weight = torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=scaling)
+        if module.lora_B[name].bias is not None:
+            more = module.lora_B[name].bias.to(weight.dtype) * scaling
+            bias = more if bias is None else bias + more
+    return weight, bias
