@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from liger_registry.architecture import PRESETS, Architecture
 from liger_registry.config import Fields, Scalar
 from liger_registry.errors import InvalidInputError, UnsupportedDtypeError, UnsupportedOptionError
-from liger_registry.op import Description, Op
+from liger_registry.op import Description, DimKind, Op
 from liger_registry.problem import BACKWARD, FORWARD, PHASES, SCHEME, Problem
 
 if TYPE_CHECKING:
@@ -151,6 +151,62 @@ def model_problems(
                         needs = needs_of(op, description, frozen)
                         found.update(dict.fromkeys(problems_of(op, description, needs, budget)))
     return list(found)
+
+
+def code_problems(
+    catalog: Catalog,
+    architectures: Sequence[Architecture],
+    tokens: Sequence[int],
+    *,
+    ops: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+) -> list[Problem]:
+    """Problems that show each operation's code at models' sizes: of models, and ``standing`` ones of the others.
+
+    Args:
+        catalog: what is registered.
+        architectures: the models.
+        tokens: batch times sequence length, each.
+        ops: only these operations; by default all, private ones and those called by name alone too.
+        dtypes: instead of each model's own.
+
+    Raises:
+        UnknownOpError: there is no such operation.
+    """
+    found: dict[Problem, None] = {}
+    for op in [catalog.op(name) for name in ops] or catalog.ops():
+        posed = model_problems(catalog, architectures, tokens, ops=(op.name,), dtypes=dtypes)
+        if not posed:
+            kinds = [(a, dtype, n) for a in architectures for dtype in dtypes or (a.dtype,) for n in tokens]
+            for description in filter(None, (standing(op, a, n, dtype) for a, dtype, n in kinds)):
+                posed += problems_of(op, description, needs_of(op, description, frozen=False))
+        found.update(dict.fromkeys(posed))
+    return list(found)
+
+
+def standing(op: Op, architecture: Architecture, tokens: int, dtype: str) -> Description | None:
+    """A call of an operation that no model makes by itself, a loss or a softmax, at the sizes of a model.
+
+    It is the first of the contract's own examples, with a model's sizes for its own. Channels, groups and positions,
+    which language models lack, are those of an image model, whose blocks go from 64 x 64 to 8 x 8.
+    """
+    first = None if op.odd is None else next(iter(op.odd(dtype)), None)
+    if first is None:
+        return None
+    sizes = {
+        "hidden": architecture.hidden,
+        "teacher_hidden": architecture.hidden,
+        "width": architecture.intermediate,
+        "vocab": architecture.vocab,
+        "channels": 320,
+        "spatial": min(4096, max(64, tokens)),
+    }
+    dims = {
+        name: tokens if op.dims[name] is DimKind.BUCKET and name in ("rows", "tokens") else sizes.get(name) or value
+        for name, value in first.dims.items()
+    }
+    flags = {name: 32 if name == "groups" else value for name, value in first.flags.items()}
+    return Description(Fields(dims), first.dtypes, Fields(flags))
 
 
 def template(op: Op, dtype: str) -> Description | None:

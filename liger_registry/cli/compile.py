@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 DEVICES = ("a100", "h100", "h200", "mi300x")
 MODELS = ("llama-3-8b", "qwen3-0.6b", "gemma-2-9b")
-# Row counts are no part of a binary beyond their divisibility, which every bucket shares.
-_TOKENS = (8192,)
-# Progress moves by batches; a batch starts processes, which takes seconds.
+# Row counts are no part of a binary beyond their divisibility, which every bucket shares; but some implementations are
+# for few rows, and some for many.
+_TOKENS = (16, 8192)
+# Progress moves by batches; within one, processes wait for the slowest compile.
 _BATCH = 256
 
 
@@ -46,7 +47,8 @@ def compile_configs(
 ) -> None:
     """Compile configs for GPUs that need not be there.
 
-    Every config of every Triton implementation, on aligned and on unaligned tensors. Prints registers and spills a
+    Every config of every Triton implementation, on aligned and on unaligned tensors, for the problems that the models
+    pose; operations that they do not call by themselves are compiled at their sizes. Prints registers and spills a
     thread and shared memory a block. A config that does not compile, or does not fit its device, is an error: exit
     code 1. Results are kept in the cache directory.
     """
@@ -72,7 +74,7 @@ def compile_configs(
             )
     architectures = [Architecture.find(name) for name in models or MODELS]
     dtypes = _problems.check_dtypes(_render.items(dtype))
-    problems = _problems.model_problems(registry.catalog, architectures, _TOKENS, ops=_render.items(op), dtypes=dtypes)
+    problems = _problems.code_problems(registry.catalog, architectures, _TOKENS, ops=_render.items(op), dtypes=dtypes)
     found = list(_records.jobs(registry.catalog, problems, devices))
     chosen = _records.sampled(found, most)
     cache = registry.settings.cache_dir / "compiled"
@@ -94,7 +96,7 @@ def _compile(
     catalog: Catalog, jobs: Sequence[_records.Job], processes: int, cache: Path, quiet: bool
 ) -> list[dict[str, Any]]:
     from liger_registry.compile import target_of
-    from liger_registry.compile_pool import compile_many
+    from liger_registry.compile_pool import CompilePool
 
     work: list[tuple[_records.Job, LaunchRecord]] = []
     rows: list[dict[str, Any]] = []
@@ -103,14 +105,14 @@ def _compile(
             work += [(job, record) for record in _records.records_of(catalog.op(job.problem.op), job)]
         except Exception as error:  # a launch function may raise anything; it fails its config and no other
             rows.append(_row(job, "", None, f"cannot be recorded: {type(error).__name__}: {error}"))
-    with _render.progress(len(work), quiet) as advance:
+    with CompilePool(processes) as pool, _render.progress(len(work), quiet) as advance:
         done = 0
         for device in dict.fromkeys(job.device for job, _ in work):
             mine = [pair for pair in work if pair[0].device == device]
             for start in range(0, len(mine), _BATCH):
                 batch = mine[start : start + _BATCH]
                 advance(done, device.sku)
-                results = compile_many([record for _, record in batch], target_of(device), processes, cache)
+                results = pool.compile([record for _, record in batch], target_of(device), cache)
                 rows += [_result(job, record, found) for (job, record), found in zip(batch, results, strict=True)]
                 done += len(batch)
     return rows

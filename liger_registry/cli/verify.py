@@ -67,7 +67,9 @@ def verify(
     names = _render.items(model) or (MODELS[:1] if place == "cpu" else MODELS)
     architectures = [Architecture.from_config(_TINY, "tiny")] if tiny else [Architecture.find(name) for name in names]
     dtypes = _problems.check_dtypes(_render.items(dtype)) or (["float32"] if tiny else ["bfloat16", "float32"])
-    problems = _problems.model_problems(registry.catalog, architectures, (4096,), ops=[op] if op else (), dtypes=dtypes)
+    # An operation that no model calls by itself is verified only if it is named.
+    find = _problems.code_problems if op else _problems.model_problems
+    problems = find(registry.catalog, architectures, (4096,), ops=[op] if op else (), dtypes=dtypes)
     work = list(_candidates(registry, problems, where, _render.items(implementation), configs))
     rows = []
     with _render.progress(len(work), json) as advance:
