@@ -6,6 +6,8 @@
 #   make test-ci    second tier, what CI adds: wheel and sdist, and all that is marked ci
 #   make test-all   every test there is but those that need a GPU
 #   make test-gpu   the tests that need a GPU
+#   make audit      licences and known vulnerabilities of what is needed at run time
+#   make fuzz       a million hostile tables, FUZZ='--inputs 10000000 --seed 3' for more
 #   make package    wheel and sdist into dist/
 
 # The first interpreter that starts and that the project supports; 3.11 leads because constraints.txt was frozen with it.
@@ -28,7 +30,7 @@ INTERPRETER := env $(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(W
 OR_NONE := || [ $$? -eq 5 ]
 
 .DEFAULT_GOAL := test
-.PHONY: setup warmup test test-ci test-all test-gpu check lint format types imports package clean
+.PHONY: setup warmup test test-ci test-all test-gpu audit fuzz check lint format types imports package clean
 
 setup: $(STAMP)
 
@@ -65,6 +67,15 @@ test-all: check
 # One process: tests that time kernels must not share the device.
 test-gpu: setup
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS) tests
+
+# Without a network pip-audit cannot be installed or answers nothing: the report says NOT AUDITED, and passes.
+audit: setup
+	-$(BIN)/python -m pip install -q -c $(CONSTRAINTS) pip-audit
+	$(BIN)/python tests/supply/audit.py
+
+FUZZ ?= --inputs 1000000
+fuzz: setup
+	$(BIN)/python -m tests.fuzz.drive $(FUZZ)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,13 +169,16 @@ def product_step(data: Data) -> Step:
 
 
 def first_call(sizes: Sizes, device: torch.device, candidate: str, loss: str, ignored: float) -> float | None:
-    """Seconds of the first step of a candidate in a fresh process."""
+    """Seconds of the first step of a candidate in a fresh process, with caches of compiled kernels that are empty."""
     told = json.dumps([sizes.sequences, sizes.tokens, sizes.hidden, sizes.vocab, device.type, candidate, loss, ignored])
     command = [sys.executable, "-m", "benchmarks.preference", told]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FIRST_S, cwd=record.ROOT)
-    except subprocess.TimeoutExpired:
-        return None
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
+        options: dict[str, Any] = {"env": {**os.environ, **caches}, "cwd": record.ROOT, "timeout": FIRST_S}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        except subprocess.TimeoutExpired:
+            return None
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         return None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from liger_registry.device import Device
     from liger_registry.problem import Problem
 
+# The largest spaces of ours have a thousand configs before constraints; going through 100,000 takes a second.
+MOST_CONFIGS = 100_000
 Scalar = bool | int | float | str | None
 Predicate = Callable[["Config", "Problem", "Device"], bool]
 _F = TypeVar("_F", bound="Fields")
@@ -100,7 +102,8 @@ class ConfigSpace:
         parameters: for each name the values it may take, in the order in which candidates are tried.
 
     Raises:
-        InvalidSpaceError: a parameter without values, with values twice, or with values that JSON cannot hold.
+        InvalidSpaceError: a parameter without values, with values twice, or with a name or values that no table can
+            hold; or so many configs that nobody could go through them.
 
     A space is a product narrowed by constraints::
 
@@ -111,19 +114,35 @@ class ConfigSpace:
 
     def __init__(self, **parameters: Sequence[Scalar]) -> None:
         for name, values in parameters.items():
-            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            what = f"parameter {name[:80]!r} of a config space"
+            if isinstance(values, str) or not isinstance(values, Sequence) or values[:1] == values[:0]:
                 raise InvalidSpaceError(
-                    f"parameter {name!r} of a config space has no values",
-                    why=f"got {values!r}",
+                    f"{what} has no values",
+                    why=f"got {repr(values)[:80]}",
                     fix="give a non-empty list, such as num_warps=[4, 8]",
                 )
-            wrong = [v for v in values if not is_scalar(v)]
+            # Before the values are looked at one by one: a range of 10**12 is a sequence too.
+            if values[MOST_CONFIGS:] != values[:0]:
+                raise InvalidSpaceError(f"{what} has more than {MOST_CONFIGS:,} values", fix="name those worth a try")
+            if not name.isidentifier() or len(name) > 64:
+                raise InvalidSpaceError(f"{what} has a name that a table cannot hold", fix="use a short identifier")
+            wrong = [v for v in values if not is_nameable(v)]
             if wrong or len(set(_typed_values(values))) != len(values):
+                # A number of thousands of digits has no text in Python.
+                bad = "an int" if wrong and isinstance(wrong[0], int) else repr(wrong[:1])[1:-1][:80]
                 raise InvalidSpaceError(
-                    f"parameter {name!r} of a config space has values that a table cannot name",
-                    why=f"{wrong[0]!r} is no JSON scalar" if wrong else f"a value stands twice in {list(values)!r}",
-                    fix="use each int, float, str, bool or None once",
+                    f"{what} has values that a table cannot name",
+                    why=f"{bad} is no JSON scalar of a usual size"
+                    if wrong
+                    else f"a value stands twice in {values!r:.80}",
+                    fix="use each int, float, short printable str, bool or None once",
                 )
+        if len(parameters) > 64 or math.prod(map(len, parameters.values())) > MOST_CONFIGS:
+            raise InvalidSpaceError(
+                f"a config space has more than {MOST_CONFIGS:,} configs or 64 parameters",
+                why=" x ".join(f"{len(values)} of {name}" for name, values in list(parameters.items())[:8]),
+                fix="name the values worth a try; constraints narrow a space only after going through all of it",
+            )
         self.parameters: dict[str, tuple[Scalar, ...]] = {k: tuple(v) for k, v in sorted(parameters.items())}
         self.constraints: tuple[tuple[Predicate, str], ...] = ()
 
@@ -187,6 +206,13 @@ class ConfigSpace:
 def is_scalar(value: object) -> bool:
     """Whether JSON can hold a value as a scalar; it has no NaN and no infinity."""
     return isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_nameable(value: object) -> bool:
+    """Whether a table can hold a value of a config: a scalar of JSON that is neither huge nor a screen's control."""
+    if isinstance(value, str):
+        return len(value) <= 256 and value.isprintable()
+    return is_scalar(value) and (not isinstance(value, int) or abs(value) < 1 << 63)
 
 
 def _typed_values(values: Sequence[Scalar]) -> list[tuple[type, Scalar]]:

@@ -116,7 +116,7 @@ class Device:
         for part in self.directory:
             if not _SAFE.fullmatch(part):
                 raise UnknownDeviceError(
-                    f"{part!r} cannot name a device",
+                    f"{part[:80]!r} cannot name a device",
                     why="vendor, arch and SKU are names of directories",
                     fix="use at most 64 of a-z, 0-9, '.', '_' and '-', neither beginning nor ending with a dot",
                 )
@@ -169,9 +169,10 @@ class Device:
         if (made := _GENERATED.fullmatch(name)) is not None and int(made[2]) > 0:
             return _of_figures(made[1], int(made[2]), int(made[3]) << 30)
         known = [*by_name(), "cpu", "interpreter", "interpreter:rocm", "cuda", "cuda:0", "rocm:0"]
-        close = difflib.get_close_matches(name, known, n=3)
+        close = difflib.get_close_matches(name[:80], known, n=3)
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise UnknownDeviceError(
-            f"no device is called {text!r}",
+            f"no device is called {shown!r}",
             candidates=dict.fromkeys([*close, *known]),
             fix="name one of the candidates, or a part by its figures, such as sm_90-78u-64g",
         )
@@ -242,6 +243,9 @@ class Device:
             TableInvalidError: a field is missing, unknown, of the wrong type, or names no possible device.
         """
         values = _typed(cls, fields, optional=("name", "index"))
+        if _printable(values.get("name", "")) != values.get("name", ""):
+            # It reaches terminals, which obey what stands in some texts.
+            raise TableInvalidError("the name of a Device is no line of at most 128 printable characters")
         try:
             return cls(**{**values, "limits": Limits(**_typed(Limits, values["limits"]))})
         except UnknownDeviceError as error:

@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from liger_registry import json_text
 from liger_registry.config import Config, Fields
-from liger_registry.errors import TableInvalidError
+from liger_registry.digest import checked, sealed
+from liger_registry.errors import TableError, TableInvalidError
 from liger_registry.lines import Line, Lines
 from liger_registry.problem import PHASES, SCHEME, Problem, scalar_fields
 from liger_registry.table import OK, STATUSES, Choice, Directory, Provenance, Sample, Stored, Table, order
@@ -50,12 +52,13 @@ def check_name(name: object, what: str) -> str:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def render(table: Table, kept: tuple[Lines, Lines] | None = None) -> str:
+def render(table: Table, kept: tuple[Lines, Lines] | None = None, *, seal: bool = True) -> str:
     """The document of a table, in ASCII, ending in a newline.
 
     Args:
         table: the table.
         kept: lines of decisions and of samples in an earlier document of the same table.
+        seal: whether it carries its digest; not within a document that carries one for all of it.
 
     Raises:
         TableInvalidError: the table holds what JSON or a table cannot.
@@ -71,6 +74,7 @@ def render(table: Table, kept: tuple[Lines, Lines] | None = None) -> str:
         text += f'"samples": [{samples}\n]\n}}\n'
     except (ValueError, TypeError, RecursionError) as error:
         raise TableInvalidError(f"the table of {table.op} cannot be written as JSON", why=str(error)) from error
+    text = sealed(text) if seal else text
     if len(text) > MAX_BYTES:
         raise TableInvalidError(f"the table of {table.op} would be larger than {MAX_BYTES >> 20} MiB")
     return text
@@ -152,7 +156,8 @@ def parse(data: bytes | str, directory: Directory | None = None, op: str | None 
 
     Raises:
         NewerSchemaError: a newer version of this package wrote it.
-        TableInvalidError: it is no table, or another device's or operation's.
+        TableInvalidError: it is no table, another device's or operation's, or changed since it was written.
+        TableError: there is no memory to read it in.
     """
     with _few_collections(len(data)):
         return _parse(data, directory, op)
@@ -160,6 +165,7 @@ def parse(data: bytes | str, directory: Directory | None = None, op: str | None 
 
 def _parse(data: bytes | str, directory: Directory | None, op: str | None) -> Table:
     document = _document(data)
+    digest = checked(data, document)
     op_name = check_name(document.get("op"), "operation")
     place = document.get("directory")
     parts = place.split("/") if isinstance(place, str) else []
@@ -184,7 +190,7 @@ def _parse(data: bytes | str, directory: Directory | None, op: str | None) -> Ta
             samples[sample.key] = sample
         except (TableInvalidError, AttributeError, TypeError) as error:
             skipped.append(f"sample: {_reason(error)}")
-    return Table((vendor, arch, unit), op_name, _device(document), decisions, samples, tuple(skipped))
+    return Table((vendor, arch, unit), op_name, _device(document), decisions, samples, tuple(skipped), digest)
 
 
 def normal(entry: _E) -> _E:
@@ -207,8 +213,7 @@ def normal(entry: _E) -> _E:
 @contextmanager
 def _few_collections(size: int) -> Iterator[None]:
     # Everything a document allocates stays: looking for garbage in it is a third of the time of 50,000 entries.
-    paused = size > 1 << 20 and gc.isenabled()
-    if paused:
+    if paused := size > 1 << 20 and gc.isenabled():
         gc.disable()
     try:
         yield
@@ -221,10 +226,11 @@ def _document(data: bytes | str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise TableInvalidError(f"the table is larger than {MAX_BYTES >> 20} MiB")
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError, MemoryError) as error:
+        document = json_text.loads(data)
+    except (ValueError, RecursionError) as error:
         raise TableInvalidError("the table is no valid JSON", why=_reason(error)) from error
+    except MemoryError as error:  # which says nothing of the table: it must not be set aside
+        raise TableError(f"there is no memory to read {len(data):,} bytes in") from error
     if not isinstance(document, dict):
         raise TableInvalidError("the table is no JSON object")
     schema = document.get("schema")
@@ -237,17 +243,6 @@ def _document(data: bytes | str) -> dict[str, Any]:
     if type(schema) is not int or schema != SCHEMA:
         raise TableInvalidError("the table has no known schema", why=f"schema is {repr(schema)[:80]}")
     return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a JSON object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _reason(error: Exception) -> str:
@@ -316,7 +311,7 @@ class _Reader:
             status,
             _number(entry, "time_us") if timed else None,
             extra,
-            detail,
+            detail.strip(),
             _text(entry, "protocol"),
             self.provenance(entry.get("provenance")),
         )
@@ -364,7 +359,8 @@ class _Reader:
         key = tuple(value.items())
         found = self.provenances.get(key)
         if found is None:
-            optional = {name: _text(value, name, empty=True) for name in _PROVENANCE if name in value}
+            # Stripped, as it would be written: an entry is the same however often it is read and written.
+            optional = {name: _text(value, name, empty=True).strip() for name in _PROVENANCE if name in value}
             if not {"triton", "source"} <= optional.keys():
                 raise TableInvalidError("provenance names no triton and source")
             found = self.provenances[key] = Provenance(**optional)

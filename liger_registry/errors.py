@@ -141,6 +141,10 @@ class TritonMissingError(RegistryError, ImportError):
     """Something that needs Triton was asked for where Triton is not installed."""
 
 
+class ExtraMissingError(RegistryError, ImportError):
+    """Something that needs an optional extra of this distribution was asked for where it is not installed."""
+
+
 class UnsupportedTransformError(RegistryError, RuntimeError):
     """Double backward, ``vmap`` or forward-mode differentiation through a fused operation."""
 
@@ -151,6 +155,18 @@ class AdapterError(RegistryError, ValueError):
 
 class LateReadError(RegistryError, RuntimeError):
     """Logits that were left out, asked for after the weights they would be computed from have changed."""
+
+
+class DropInError(RegistryError, RuntimeError):
+    """A command that cannot be run with this package's answers to ``import liger_kernel``."""
+
+
+class NotOfferedError(RegistryError, AttributeError):
+    """A name of liger-kernel that this package does not offer, accessed in ``liger_kernel``."""
+
+
+class NotOfferedImportError(RegistryError, ImportError):
+    """The same, imported."""
 
 
 class RegistryWarning(UserWarning):

@@ -7,6 +7,8 @@ Everything else (binding, validation, choosing) is on the path of a miss.
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -31,6 +33,8 @@ Tensor = torch.Tensor
 
 # An entry is about 2.6 KiB with what it holds; training sees tens of shapes, a server of many lengths thousands.
 MEMO = 4096
+# Handles that a registry keeps; a program has some ten.
+HANDLES = 1024
 # Only these exact types take the eager face: a subclass has semantics of its own, which the library face keeps.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -182,6 +186,37 @@ class Handle:
             backward, _ = self._chooser.choose(op, tensors, options, "backward", needs, self.own_pins, self.budget)
         with self._chooser.stages_of(self.own_pins):
             return _entry(op, scheme, forward, backward, device, tensors, options, needs)
+
+
+class Handles:
+    """The handles of a registry by what was asked for, of which the oldest make room.
+
+    A budget that a caller works out anew for each step is another handle each time. Those that made room are still
+    known for as long as somebody holds them: they have to forget with the others.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Handle] = {}
+        self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self.get = self._kept.get
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def setdefault(self, key: object, handle: Handle) -> Handle:
+        """The handle there is, else this one from now on."""
+        with self._lock:
+            if (there := self._kept.get(key)) is not None:
+                return there
+            keep(self._kept, key, handle, HANDLES)
+            self._known.add(handle)
+            return handle
+
+    def values(self) -> list[Handle]:
+        """Every handle that is kept, or held by somebody."""
+        with self._lock:
+            return list(self._known)
 
 
 _classes: dict[str, tuple[Op, type[Handle]]] = {}

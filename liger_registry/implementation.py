@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_registry.config import Config, ConfigSpace
 from liger_registry.errors import PluginError, RegistrationError
+from liger_registry.foreign import told
 from liger_registry.problem import BACKWARD, FORWARD, Problem
 from liger_registry.sources import source_hash as source_hash
 from liger_registry.stages import stage
@@ -212,7 +213,7 @@ class Implementation:
         """What a plugin's callable raised, as a reason; raises it again where this distribution's own did."""
         if self.own:
             raise error
-        return f"its {what} raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"its {what} raised {' '.join(told(error).split())[:300]}"
 
     def function(self) -> Callable[..., Any]:
         """The launch function, imported now if it was given by name.
@@ -301,7 +302,7 @@ def _import(name: str, distribution: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise PluginError(
             f"the launch function {name} of {distribution or 'an unnamed distribution'} cannot be imported",
-            why=f"{type(error).__name__}: {error}",
+            why=told(error),
             fix="`liger-tune doctor` shows what is installed",
         ) from error
     if not callable(function):

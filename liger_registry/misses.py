@@ -77,10 +77,15 @@ class MissLog:
     def _append(self, line: str) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            descriptor = self._open(os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
-                if os.fstat(descriptor).st_size < MOST_BYTES:
-                    os.write(descriptor, line.encode())
+                if (size := os.fstat(descriptor).st_size) >= MOST_BYTES:
+                    return
+                # A full disk, or a kill, may have cut the last line short: what is glued to it would be lost too.
+                if size and os.lseek(descriptor, size - 1, os.SEEK_SET) >= 0 and os.read(descriptor, 1) != b"\n":
+                    line = f"\n{line}"
+                if os.write(descriptor, line.encode()) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -1,29 +1,33 @@
 """Entry points: how kernels, adapters and tables come in, ours by the same door as anybody's.
 
 Scanned once. A plugin that cannot be imported, declares an unknown API or raises is recorded and warned of once; it
-never hides the others, and what it had staged is dropped.
+never hides the others, and what it had staged is dropped. One that hangs is ended after ``LOAD_S`` and recorded alike.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from liger_registry.errors import PluginError, PluginWarning, RegistryError
+from liger_registry.errors import PluginError, PluginWarning
+from liger_registry.foreign import deadline, told
 from liger_registry.implementation import OWN_DISTRIBUTION
+from liger_registry.sources import spec_of
 
 if TYPE_CHECKING:
     from liger_registry.catalog import Catalog, Staging
     from liger_registry.settings import Settings
 
 API = (1, 0)
+#: How long a plugin may take to be imported and to register, in seconds.
+LOAD_S = 60.0
 KERNELS, ADAPTERS, TUNINGS = "liger_registry.kernels", "liger_registry.adapters", "liger_registry.tunings"
 LOADED, FAILED, DISABLED = "loaded", "failed", "disabled"
 NOT_NAMED = "LIGER_PLUGINS does not name its distribution"
@@ -114,8 +118,8 @@ def tuning_roots(settings: Settings) -> tuple[tuple[Path, ...], tuple[PluginReco
     roots: list[Path] = []
 
     def locate(plugin: _Found) -> None:
-        # The package is not imported: a table is data, and nothing of it runs.
-        spec = importlib.util.find_spec(plugin.entry.module)
+        # Neither the package nor one above it is imported: a table is data, and nothing of it runs.
+        spec = spec_of(plugin.entry.module)
         if spec is None or not spec.submodule_search_locations:
             raise PluginError(f"{plugin.entry.module} is no package of tables")
         roots.append(Path(next(iter(spec.submodule_search_locations))))
@@ -163,15 +167,19 @@ def _load(
     others = allowed is not None and plugin.distribution != OWN_DISTRIBUTION
     if others and plugin.distribution not in map(canonical, allowed or ()):
         return plugin.record(DISABLED, NOT_NAMED)
+    own = plugin.distribution == OWN_DISTRIBUTION
+    what = f"plugin {plugin.entry.name} of {plugin.distribution} {plugin.version}"
     try:
-        reason = _api_mismatch(plugin.entry.module) if declares_api else ""
-        if reason:
-            return plugin.record(DISABLED, reason)
-        action(plugin)
-        return plugin.record(LOADED)
-    except (Exception, SystemExit) as error:  # a plugin may raise anything, and must not take the others with it
-        text = str(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {error}"
-        return plugin.record(FAILED, text)
+        with nullcontext() if own else deadline(LOAD_S, what):
+            reason = _api_mismatch(plugin.entry.module) if declares_api else ""
+            if reason:
+                return plugin.record(DISABLED, reason)
+            action(plugin)
+            return plugin.record(LOADED)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin may raise anything, and must not take the others with it
+        return plugin.record(FAILED, told(error, catalogued=True))
 
 
 def _api_mismatch(module: str) -> str:

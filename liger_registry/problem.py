@@ -79,9 +79,12 @@ class Problem:
         Raises:
             TableInvalidError: a field is missing or of the wrong kind.
         """
+        if not isinstance(entry, Mapping):
+            raise TableInvalidError(f"entry of {op} is no JSON object")
         scheme, phase = entry.get("scheme"), entry.get("phase")
         if not isinstance(scheme, str) or phase not in PHASES:
-            raise TableInvalidError(f"entry of {op} has no valid scheme and phase", why=f"got {scheme!r} and {phase!r}")
+            why = f"got {repr(scheme)[:80]} and {repr(phase)[:80]}"
+            raise TableInvalidError(f"entry of {op} has no valid scheme and phase", why=why)
         dims = scalar_fields(entry.get("dims"), "dims")
         if not all(type(v) is int and 0 < v < 2**63 for v in dims.values()):
             raise TableInvalidError(f"entry of {op} has dims that are no positive integers", why=json.dumps(dict(dims)))

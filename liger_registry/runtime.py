@@ -23,7 +23,7 @@ from liger_registry.errors import (
 )
 from liger_registry.explain import Explanation, Explanations, explain
 from liger_registry.freezing import Freezer, make_plan, tabled
-from liger_registry.handle import Handle, capturing, make_handle
+from liger_registry.handle import Handle, Handles, capturing, make_handle
 from liger_registry.library import Face, LibraryFace
 from liger_registry.memo import keep
 from liger_registry.op import Op
@@ -54,7 +54,7 @@ class Registry(Assembly):
 
     def __init__(self, settings: Settings | None = None, catalog: Catalog | None = None) -> None:
         super().__init__(settings, catalog)
-        self._handles: dict[Any, Handle] = {}
+        self._handles = Handles()
         self._memo: dict[Any, Decision] = {}
         self._schemes: dict[tuple[str, Problem], str] = {}
         # In the order of their last calls. No memo: freeze() asks for it after everything else was forgotten.
@@ -299,7 +299,7 @@ class Registry(Assembly):
     def forget(self) -> None:
         """Drop all memos, so that new registrations, tables and plans are seen."""
         self._memo, self._schemes = {}, {}
-        for handle in list(self._handles.values()):
+        for handle in self._handles.values():
             handle.forget()
 
     # -- tuning and plans ------------------------------------------------------------------------------------------

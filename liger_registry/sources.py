@@ -43,7 +43,7 @@ def source_hash(launch: str | Callable[..., Any]) -> str:
 
 def _files(module: str, within: tuple[str, ...], seen: dict[str, str]) -> dict[str, str]:
     """The text of a module and of the modules within some packages that it imports, by name."""
-    spec = None if module in seen else _spec(module)
+    spec = None if module in seen else spec_of(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return seen
     text = seen[module] = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
@@ -54,7 +54,7 @@ def _files(module: str, within: tuple[str, ...], seen: dict[str, str]) -> dict[s
     return seen
 
 
-def _spec(module: str) -> ModuleSpec | None:
+def spec_of(module: str) -> ModuleSpec | None:
     """Where a module is; unlike ``importlib.util.find_spec``, this imports none of the packages above it."""
     top, *rest = module.split(".")
     try:
@@ -84,7 +84,7 @@ def _imports(text: str, package: str) -> Iterator[str]:
             for alias in node.names:
                 # What is no module of the package is defined, or imported, in the package's own file.
                 inner = f"{base}.{alias.name}"
-                yield inner if _spec(inner) else base
+                yield inner if spec_of(inner) else base
 
 
 def _own_source(launch: Callable[..., Any]) -> str:

@@ -13,21 +13,22 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock
-
-from liger_registry.document import MAX_BYTES, NewerSchemaError, check_name, normal, parse, render
+from liger_registry.document import MAX_BYTES, SCHEMA, NewerSchemaError, check_name, normal, parse, render
 from liger_registry.errors import RegistryError, TableError, TableInvalidError, TableWarning
 from liger_registry.lines import Lines
+from liger_registry.locking import locked as _locked
 from liger_registry.table import Directory, Sample, Stored, Table
 from liger_registry.trust import refuse_untrusted
 
-LAYOUT = "v1"
+# Versions with other schemas share a root without touching each other's tables.
+LAYOUT = f"v{SCHEMA}"
+_LOCKLESS = "is on a file system without locks: of processes on several machines the last to write wins"
 KEPT_BAD = 4
 ABANDONED_S = 600.0
 Signature = tuple[int, int, int, int]
@@ -92,7 +93,9 @@ class TableStore:
         warned of once a path.
         """
         key = (_directory(device), op)
-        table, unsaved = self._on_disk(key), self._unsaved.get(key)
+        # In this order: what another thread writes between the two is in both, not in neither.
+        unsaved = self._unsaved.get(key)
+        table = self._on_disk(key)
         if unsaved is None:
             return table
         joined = self._joined.get(key)
@@ -127,13 +130,15 @@ class TableStore:
             try:
                 self._make_directory(path.parent)
                 # Once a write has failed, later ones do not wait long for the next failure.
-                with _locked(path, self._lock_timeout_s if before is None else 1.0):
+                with _locked(path, self._lock_timeout_s if before is None else 1.0) as shared:
                     base = self._to_merge_into(path, key, notes)
                     table = base.merged(pending.decisions.values(), pending.samples.values())
                     table = replace(table, device=described, skipped=())
                     self._memo[key] = _write(path, render(table, self._lines[key])), table
                 self._unsaved.pop(key, None)
                 self._joined.pop(key, None)
+                if not shared:
+                    notes.append((self.root / LAYOUT, f"{self.root} {_LOCKLESS}"))
             except NewerSchemaError as error:
                 self._unsaved[key] = pending
                 notes.append((path, _left(path, error)))
@@ -148,7 +153,7 @@ class TableStore:
     def siblings(self, device: Place | Directory, op: str) -> list[Table]:
         """The tables of the same operation on other devices of the same vendor and arch, without empty ones."""
         vendor, arch, unit = _directory(device)
-        others = [name for name in _names(self.root / LAYOUT / vendor / arch) if name != unit]
+        others = (name for name in _names(self.root / LAYOUT / vendor / arch) if name != unit)
         return [table for name in others if (table := self.load((vendor, arch, name), op))]
 
     def devices(self) -> list[Directory]:
@@ -319,9 +324,11 @@ def _write(path: Path, text: str, mode: int = 0o600) -> Signature:
         with open(fd, "wb") as file:
             file.write(text.encode("ascii"))
             file.flush()
-            # The kernel stamps files by its tick, 4 ms; two writes within one would look like one version.
-            now = time.time_ns()
-            os.utime(name, ns=(now, now))
+            # The kernel stamps files by its tick, 4 ms; two writes within one would look like one version, and so would
+            # two under a clock that stands still or goes backwards. Below the millisecond the time is a random number.
+            now = time.time_ns() // 1_000_000 * 1_000_000 + 1 + int.from_bytes(os.urandom(4), "big") % 999_999
+            with suppress(OSError):  # some file systems let nobody set a time
+                os.utime(name, ns=(now, now))
             if mode != 0o600:
                 os.chmod(name, mode)
             os.fsync(file.fileno())
@@ -339,13 +346,6 @@ def _write(path: Path, text: str, mode: int = 0o600) -> Signature:
             finally:
                 os.close(directory)
     return signature
-
-
-@contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    # The lock file stays: deleting it would let one process lock the old file and another the new one.
-    with FileLock(f"{path}.lock", timeout=timeout_s, mode=0o600).acquire(poll_interval=0.01):
-        yield
 
 
 def _set_aside(path: Path, signature: Signature | None) -> Path | None:

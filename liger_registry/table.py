@@ -157,6 +157,7 @@ class Table:
         decisions: by problem and protocol.
         samples: by problem, choice and protocol.
         skipped: why entries of the file were left out, one text an entry.
+        digest: the digest that the file carried, and that fits it; empty if it carried none, or for no file.
     """
 
     directory: Directory
@@ -165,6 +166,7 @@ class Table:
     decisions: Mapping[DecisionKey, Stored] = field(default_factory=dict)
     samples: Mapping[SampleKey, Sample] = field(default_factory=dict)
     skipped: tuple[str, ...] = field(default=(), compare=False)
+    digest: str = field(default="", compare=False)
     # What was built on the first question of a kind. Two threads may both build an index; they build the same one.
     _index: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -288,7 +290,7 @@ class Table:
         for group_samples in groups.values():
             for sample in _surplus(group_samples):
                 del kept[sample.key]
-        return replace(self, decisions={**self.decisions, **newer}, samples=kept)
+        return replace(self, decisions={**self.decisions, **newer}, samples=kept, digest="")
 
 
 def _newest(stored: Stored) -> tuple[str, str]:

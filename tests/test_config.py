@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_registry import Config, ConfigSpace
-from liger_registry.config import Fields
+from liger_registry.config import Fields, is_nameable
 from liger_registry.errors import ConfigOutsideSpaceError, InvalidSpaceError
 from liger_registry.problem import scalar_fields
 
@@ -96,11 +96,31 @@ def test_attributes():
 
 @pytest.mark.parametrize(
     "values",
-    [[], (), "48", 4, None, [4, 4], [object()], [[4]], [{}], [4, float("nan")], [float("inf")], {4, 8}, iter([4])],
-)
+    [
+        [], (), "48", 4, None, [4, 4], [object()], [[4]], [{}], [4, float("nan")], [float("inf")], {4, 8}, iter([4]),
+        [2**63], [10**5000], ["\x1b[2J"], ["x" * 257], ["\ud800"], range(10**12), range(10**30), range(100_001),
+    ],
+)  # fmt: skip
 def test_a_parameter_needs_values_that_a_table_can_name(values):
     with pytest.raises(InvalidSpaceError, match="'warps'"):
         ConfigSpace(warps=values)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {f"p{n}": [1, 2] for n in range(17)},
+        {f"p{n}": [1] for n in range(65)},
+        {"one": range(317), "other": range(317)},
+        {"a b": [1]},
+        {"": [1]},
+        {"x" * 65: [1]},
+    ],
+    ids=["combinations", "parameters", "product", "space", "empty", "long"],
+)
+def test_a_space_that_no_table_can_name_or_nobody_can_go_through(parameters):
+    with pytest.raises(InvalidSpaceError):
+        ConfigSpace(**parameters)
 
 
 def test_values_of_different_types_are_different_values():
@@ -166,7 +186,7 @@ def test_parse_takes_nothing_else(fields):
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True), st.lists(SCALARS, min_size=1, max_size=4))
 def test_what_a_space_gives_it_takes_back(block, other):
-    unique = list({(type(v), v): v for v in other}.values())
+    unique = list({(type(v), v): v for v in other if is_nameable(v)}.values()) or [None]
     space = ConfigSpace(block=block, other=unique)
     configs = list(space.configs(None, None))
     assert len(set(configs)) == len(block) * len(unique)

@@ -36,9 +36,13 @@ BUILTINS = {
     "ModelConfigError": ValueError,
     "SettingError": ValueError,
     "TritonMissingError": ImportError,
+    "ExtraMissingError": ImportError,
     "UnsupportedTransformError": RuntimeError,
     "AdapterError": ValueError,
     "LateReadError": RuntimeError,
+    "DropInError": RuntimeError,
+    "NotOfferedError": AttributeError,
+    "NotOfferedImportError": ImportError,
 }
 
 

@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from installed import install, run, run_tests
 
 pytestmark = pytest.mark.ci
-
-PLUGIN = Path(__file__).parents[1] / "examples" / "plugin"
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A directory of its own that holds the installed plugin; building writes nothing into the checkout."""
-    import shutil
-
-    place = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(PLUGIN, place / "source", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--disable-pip-version-check",
-        "--target",
-        str(place / "site"),
-        str(place / "source"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return place / "site"
-
-
-def run(target, cache, code, **environ):
-    """What code printed as JSON in its last line, in a process that sees the plugin."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(target),
-            "LIGER_TUNE_CACHE_DIR": str(cache),
-            "OMP_NUM_THREADS": "1",
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """A directory of its own that holds the installed plugin."""
+    return install("plugin", tmp_path_factory.mktemp("plugin"))
 
 
 LOOK = """
@@ -162,20 +117,4 @@ def test_tuning_verifies_it_and_it_wins_or_loses_on_merit(target, tmp_path):
 
 
 def test_its_own_conformance_tests(target, tmp_path):
-    pytest.importorskip("liger_registry.testing")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        "-c",
-        "/dev/null",
-        str(PLUGIN / "tests"),
-    ]
-    environ = {**os.environ, "PYTHONPATH": str(target), "LIGER_TUNE_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environ, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_tests(target, tmp_path, "plugin")

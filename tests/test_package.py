@@ -70,12 +70,13 @@ def names(wheel: Path) -> set[str]:
 
 def info(wheel: Path, file: str) -> str:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
+        top = (name for name in archive.namelist() if name.partition("/")[0].endswith(".dist-info"))
+        (name,) = (name for name in top if name.partition("/")[2] == file)
         return archive.read(name).decode()
 
 
 def test_the_wheel_holds_the_four_packages_and_nothing_else(built):
-    inside = {name for name in names(built["wheel"]) if ".dist-info/" not in name}
+    inside = {name for name in names(built["wheel"]) if not name.partition("/")[0].endswith(".dist-info")}
     assert inside == sources()
 
 
@@ -99,6 +100,17 @@ def test_the_metadata_names_licence_python_and_where_triton_is_needed(built):
     (triton,) = (line for line in metadata.get_all("Requires-Dist") if line.startswith("triton"))
     assert "sys_platform == 'linux'" in triton
     assert "Version 2.0, January 2004" in info(built["wheel"], "licenses/LICENSE")
+
+
+def test_the_wheel_ships_the_drop_in_and_installs_nothing_by_its_name(built):
+    inside = names(built["wheel"])
+    site = "liger_registry/drop_in/site"
+    assert f"{site}/liger_kernel/__init__.py" in inside
+    assert f"{site}/liger_kernel-0.8.5+liger.registry.dist-info/METADATA" in inside
+    assert not [name for name in inside if name.startswith("liger_kernel")]
+    with tarfile.open(built["sdist"]) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in inside if name.startswith(site)} <= files
 
 
 def test_the_sdist_gives_the_same_wheel(built):
@@ -138,6 +150,15 @@ def outside(tmp_path, monkeypatch) -> Path:
 @pytest.mark.usefixtures("outside")
 def test_the_command_is_installed(installed):
     assert "warmup" in run(installed / "liger-tune", "--help")
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_command_finds_the_drop_in(installed):
+    code = "import liger_kernel as m, importlib.metadata as d; print(m.__file__, d.version('liger_kernel'))"
+    found = run(installed / "liger-tune", "exec", "--", installed / "python", "-c", code).split()
+    assert Path(found[0]).is_relative_to(installed.parent)
+    assert found[1] == "0.8.5+liger.registry"
+    assert "None" in run(installed / "python", "-c", "import importlib.util as u; print(u.find_spec('liger_kernel'))")
 
 
 @pytest.mark.usefixtures("outside")

@@ -1,4 +1,4 @@
-"""Checks of what losses are constructed and called with."""
+"""Checks of what losses are constructed and called with, and what else several of them need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from liger_registry.errors import InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     import torch
+
+
+def either(condition: torch.Tensor, yes: float, no: float, dtype: torch.dtype) -> torch.Tensor:
+    """``yes`` where the condition holds, else ``no``.
+
+    ``torch.where`` of two numbers makes tensors of them on the host, which a GPU has to be waited for with.
+    """
+    return condition.new_full((), yes, dtype=dtype).where(condition, no)
 
 
 def check_choice(face: str, name: str, value: object, choices: Iterable[object]) -> None:

@@ -14,7 +14,6 @@ A loss is a function of rows of student's and teacher's logits, which it is give
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,11 @@ import torch
 from torch import nn
 
 from liger_registry.chunked_loss._checks import at_least_zero, check_flags, check_number, number, positive
+from liger_registry.chunked_loss.distilled import by_operator, outside, text_of
 from liger_registry.chunked_loss.divergence import Cosine, Differentiated, Divergence, JensenShannon
-from liger_registry.chunked_loss.head import PLAIN, Head, weights_of
-from liger_registry.chunked_loss.slabs import Distilled, Job
+from liger_registry.chunked_loss.engine import fixed
+from liger_registry.chunked_loss.head import PLAIN, Head, applied
+from liger_registry.chunked_loss.slabs import Job, distilled
 from liger_registry.errors import InvalidInputError
 from liger_registry.ops.jsd import check_beta
 from liger_registry.runtime import registry
@@ -90,8 +91,8 @@ def distillation_loss(
 ) -> Found:
     """The loss, or ``(loss, soft, hard)``; arguments as of ``LinearDistillationLoss``."""
     check(face, temperature, weight_hard_loss, weight_soft_loss, return_soft_hard_loss)
-    student_weight, student_bias = weights_of(face, student_weight, student_bias)
-    teacher_weight, teacher_bias = weights_of(face, teacher_weight, teacher_bias)
+    student_input, student_weight, student_bias = applied(face, student_input, student_weight, student_bias)
+    teacher_input, teacher_weight, teacher_bias = applied(face, teacher_input, teacher_weight, teacher_bias)
     _check_shapes(face, student_input, student_weight, teacher_input, teacher_weight, true_labels)
     tensors = _cast(student_input, student_weight, student_bias, teacher_input, teacher_weight, teacher_bias)
     hard = weight_hard_loss != 0 or return_soft_hard_loss
@@ -122,22 +123,20 @@ def distillation_loss(
     return (loss, soft_loss, hard_loss) if return_soft_hard_loss else loss
 
 
-def _apply(job: Job, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    loss, soft, hard = Distilled.apply(job, *tensors)  # type: ignore[no-untyped-call]
-    return loss, soft, hard
-
-
-# ``_apply`` that no graph takes in, made when it is needed: marking a function imports the compiler, a second or two.
-_outside: list[Callable[..., tuple[Tensor, Tensor, Tensor]]] = []
-
-
 def _distilled(job: Job, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses, outside of any graph: slabs are written in place, and which rows count is asked of the device."""
-    if "torch._dynamo" not in sys.modules:
-        return _apply(job, *tensors)
-    if not _outside:
-        _outside.append(torch.compiler.disable(_apply))  # type: ignore[no-untyped-call]
-    return _outside[0](job, *tensors)
+    """The losses; in a compiled graph by one operator, unless the function is none that can be imported by its name."""
+    if not torch.compiler.is_compiling():
+        return distilled(job, *tensors)
+    kind, head = job.divergence, job.head
+    text = text_of(
+        None if kind is None else type(kind),
+        fixed(kind.beta) if isinstance(kind, (JensenShannon, Cosine)) else None,
+        kind.function if isinstance(kind, Differentiated) else None,
+        fixed(kind.settings) if isinstance(kind, Differentiated) else None,
+        fixed([head.softcap, head.logit_scale, head.temperature, head.compact, head.memory_budget]),
+        fixed([job.hard, job.weight_soft, job.weight_hard, job.ignore_index, job.temperature]),
+    )
+    return outside[0](job, *tensors) if text is None else by_operator(text, *tensors)
 
 
 def _cast(*tensors: Tensor | None) -> list[Tensor | None]:

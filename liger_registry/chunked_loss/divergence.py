@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from liger_registry.kernels.group_loss import recording
 from liger_registry.kernels.linear_products import row_slabs, wide
 from liger_registry.runtime import registry
 
@@ -136,15 +137,16 @@ class Differentiated:
         dtype = wide(student.dtype)
         losses = student.new_empty(student.shape[0], dtype=dtype)
         for rows in pieces(student):
-            leaf = (student[rows].to(dtype) / temperature).requires_grad_(factor is not None)
-            with torch.set_grad_enabled(factor is not None):
+            here, leaf = counted[rows], (student[rows].to(dtype) / temperature).requires_grad_(factor is not None)
+            with torch.no_grad() if factor is None else recording():
                 found = self.function(leaf, teacher[rows].to(dtype) / temperature, **self.settings)
-            here = counted[rows]
+                if factor is not None and found.requires_grad:
+                    upstream = torch.where(here, factor / temperature, 0.0).to(found.dtype)
+                    (slope,) = torch.autograd.grad(found, leaf, upstream)
+                else:  # also a function that reads no student
+                    slope = torch.zeros_like(leaf)
             losses[rows] = torch.where(here, found.detach(), 0.0)
             if factor is not None:
-                (slope,) = torch.autograd.grad(
-                    found, leaf, torch.where(here, factor / temperature, 0.0).to(found.dtype)
-                )
                 # Rows that do not count may hold anything, and 0 times infinity is no 0.
                 student[rows] = torch.where(here[:, None], slope, 0.0).to(student.dtype)
         return losses

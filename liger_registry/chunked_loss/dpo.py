@@ -218,9 +218,20 @@ def _losses(
         share = difference / tau
         # exp(-d) * s(d / tau) as one exponential: apart they are infinity times 0 for a large negative difference.
         return -logsigmoid(difference) * torch.sigmoid(-share) + (logsigmoid(share) - difference).exp()
-    if name == "aot":
-        ratios, references = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
-        gap = beta * (ratios.sort().values - references.sort().values)
-    else:
-        gap = beta * (pairs.chosen_logratios.sort().values - pairs.rejected_logratios.sort().values)
+    first, second = (
+        (pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected)
+        if name == "aot"
+        else (pairs.chosen_logratios, pairs.rejected_logratios)
+    )
+    gap = beta * _sorted_gap(first, second, pairs.chosen_lengths + pairs.rejected_lengths == 0)
     return -logsigmoid(gap) * (1 - smoothing) - logsigmoid(-gap) * smoothing
+
+
+def _sorted_gap(first: Tensor, second: Tensor, empty: Tensor) -> Tensor:
+    """The differences of both in order, (pairs,), each where the first of the two stands.
+
+    Pairs without a token that counts come last in both, so that they are compared with each other alone.
+    """
+    most = torch.finfo(first.dtype).max
+    values, order = first.masked_fill(empty, most).sort()
+    return torch.zeros_like(values).scatter(0, order, values - second.masked_fill(empty, most).sort().values)

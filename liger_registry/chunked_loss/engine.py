@@ -7,7 +7,6 @@ sequences, each of whose terms depends on that group's log-probabilities and on 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_registry.chunked_loss.head import PLAIN, Head, weights_of
+from liger_registry.chunked_loss.head import PLAIN, Head, applied
 from liger_registry.runtime import registry
 
 Tensor = torch.Tensor
 
 
-@functools.cache
 def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -43,6 +41,23 @@ def path_of(function: Callable[..., Any]) -> str | None:
         return path if _import(path) is function else None
     except (ImportError, AttributeError, ValueError):
         return None
+
+
+def fixed(value: Any) -> Any:  # noqa: ANN401
+    """Numbers, lists and mappings of them as constants of the graph that is being compiled; eagerly as they are.
+
+    A number that differs from that of an earlier graph, such as the beta of a second loss or of a schedule, would be a
+    symbol, of which no text can be made.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    if isinstance(value, Mapping):
+        return {name: fixed(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [fixed(part) for part in value]
+    if isinstance(value, (bool, int, float)):
+        return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
+    return value
 
 
 def wide(tensor: Tensor) -> torch.dtype:
@@ -126,7 +141,7 @@ def reference_logps(
     head: Head = PLAIN,
 ) -> Tensor:
     """Each token's log-probability under a reference model, without a graph; arguments as of ``token_logps``."""
-    weight, bias = weights_of(face, weight, bias)
+    hidden, weight, bias = applied(face, hidden, weight, bias)
     return token_logps(hidden, weight, target, bias, ignore_index=ignore_index, head=head)
 
 
@@ -162,8 +177,9 @@ def sequence_loss(
         token_constants: (sequences, tokens, any), in the dtype of log-probabilities.
         sequence_constants: (sequences, any), in that dtype.
         ways: how many sequences a group has.
-        settings: of the function; numbers, texts, lists of them, and functions.
-        separable: whether each term depends on its own group alone.
+        settings: of the function, of which one named ``function`` may be given by its name instead.
+        separable: whether each term depends on its own group alone. Gradients are then computed in forward, unless the
+            function has no name that it can be imported by, or settings that JSON would change.
         ignore_index: the target of tokens that do not count.
         head: how logits are made.
 
@@ -172,7 +188,7 @@ def sequence_loss(
     """
     broad = sequence_constants[:, None].expand(-1, target.shape[1], -1)
     constants = torch.cat([broad, token_constants], -1)
-    named = _named(function, settings) if separable and _fits(hidden) else None
+    named = _named(function, fixed(settings)) if separable and _fits(hidden) else None
     if named is not None and target.numel():
         operation = registry.get("linear_sequence_loss", memory_budget=head.memory_budget)
         path, text = named
@@ -204,15 +220,17 @@ def _fits(hidden: Tensor) -> bool:
 
 
 def _named(function: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A function's name and its settings as text; None where one of them cannot be imported by its name."""
-    named = {}
-    for name, value in settings.items():
-        found = path_of(value) if callable(value) else value
-        if found is None and value is not None:
-            return None
-        named[name] = found
-    path = path_of(function)
-    return None if path is None else (path, json.dumps(named, sort_keys=True))
+    """A function's name and its settings as text; None where there is no name, or the text would not give them back."""
+    path, named = path_of(function), dict(settings)
+    if callable(named.get("function")):
+        named["function"] = path_of(named["function"])
+    if path is None or named.get("function", path) is None:
+        return None
+    try:
+        text = json.dumps(named, sort_keys=True)
+        return (path, text) if json.loads(text) == named else None
+    except (TypeError, ValueError):
+        return None
 
 
 # Dynamo runs a function marked so and keeps the constants it returns, instead of tracing it.

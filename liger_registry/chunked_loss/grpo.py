@@ -25,7 +25,14 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from liger_registry.chunked_loss._checks import at_least_zero, check_choice, check_number, check_unused, positive
+from liger_registry.chunked_loss._checks import (
+    at_least_zero,
+    check_choice,
+    check_number,
+    check_unused,
+    either,
+    positive,
+)
 from liger_registry.errors import UnsupportedOptionError
 
 Tensor = torch.Tensor
@@ -171,7 +178,7 @@ def token_losses(logp: Tensor, tokens: Tokens, policy: Policy) -> Tensor:
         losses = -weights.exp().clamp_max(policy.epsilon_high).detach() * advantages * logp
     elif kind == "sapo":
         positive, negative = policy.sapo_temperature_pos, policy.sapo_temperature_neg
-        temperature = torch.where(advantages > 0, positive, negative).to(logp.dtype)
+        temperature = either(advantages > 0, positive, negative, logp.dtype)
         losses = -torch.sigmoid(temperature * torch.expm1(weights)) * (4 / temperature) * advantages
     elif kind == "vespo":
         losses = -sequence_weights(ratios, tokens, policy) * advantages * logp
@@ -196,8 +203,8 @@ def sequence_weights(ratios: Tensor, tokens: Tokens, policy: Policy) -> Tensor:
         total = total + (more if more.shape[-1] == 1 else torch.where(tokens.counted, more, 0.0).sum(-1, keepdim=True))
     total = total.clamp(LEAST, MOST)
     good = tokens.advantages >= 0
-    power = torch.where(good, policy.vespo_k_pos, policy.vespo_k_neg)
-    rate = torch.where(good, policy.vespo_lambda_pos, policy.vespo_lambda_neg).clamp_min(1e-4)
+    power = either(good, policy.vespo_k_pos, policy.vespo_k_neg, ratios.dtype)
+    rate = either(good, policy.vespo_lambda_pos, policy.vespo_lambda_neg, ratios.dtype).clamp_min(1e-4)
     weights = (power * total - rate * torch.expm1(total)).exp()
     return weights.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(ratios.dtype)
 

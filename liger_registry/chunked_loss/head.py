@@ -23,9 +23,11 @@ class Head:
         logit_scale: a factor on them, before the cap (Cohere's ``logit_scale``, the inverse of Granite's).
         temperature: what they are divided by at last.
         compact: ``on`` drops tokens that do not count before any matrix product, for which their number has to be known
-            on the host; ``off`` never waits for the device; ``auto`` drops them where that pays and nothing is being
-            captured or compiled. Results are equal.
-        memory_budget: bytes that may be allocated beyond results and gradients, None for the default.
+            on the host, so that every operation over a head, such as a reference model's beside the policy's, waits for
+            the device once; ``off`` never waits; ``auto`` drops them where that pays and nothing is being captured or
+            compiled. Results are equal.
+        memory_budget: bytes that may be allocated beyond results and gradients, None for the default. Less than the
+            smallest slabs take is what these take.
 
     Raises:
         UnsupportedOptionError: a value that no logits can be made with.
@@ -64,15 +66,19 @@ class Head:
 PLAIN = Head()
 
 
-def weights_of(face: str, weight: Tensor | nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weight (vocab, hidden) and the bias (vocab,) of a head, differentiable by what they are made of.
+def applied(
+    face: str, hidden: Tensor, weight: Tensor | nn.Module, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states (..., hidden), weight (vocab, hidden) and bias (vocab,), of which logits are the product and sum.
 
-    A module may be ``torch.nn.Linear``, or PEFT's LoRA around one, whose weight is the sum of both parts: the
-    ``weight`` attribute of such a layer is that of the frozen layer inside, with which the adapter would be left out of
-    loss and gradients.
+    A module may be ``torch.nn.Linear``, or PEFT's LoRA around one. The ``weight`` attribute of such a layer is that of
+    the frozen layer inside, with which the adapter would be left out of loss and gradients. Its factors are appended to
+    states and weight as further columns: added to the weight a young adapter would be rounded away, since half an ulp
+    of a bf16 weight of 0.02 is 6e-5.
 
     Args:
         face: for messages.
+        hidden: (..., hidden).
         weight: a tensor, or the head.
         bias: the bias of a head that is given as a tensor.
 
@@ -80,40 +86,44 @@ def weights_of(face: str, weight: Tensor | nn.Module, bias: Tensor | None) -> tu
         InvalidInputError: a weight whose values lie elsewhere (sharded), or a bias beside a module.
         UnsupportedOptionError: a module that is not linear, or whose adapter is no sum of weights.
     """
-    if isinstance(weight, nn.Module):
-        if bias is not None:
-            raise InvalidInputError(
-                f"{face} got a bias beside a module", why="the module has its own", fix="pass one of them"
-            )
-        weight, bias = _of_module(face, weight)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if hasattr(tensor, "full_tensor") or (hasattr(tensor, "ds_id") and tensor is not None and tensor.numel() == 0):
-            raise InvalidInputError(
-                f"the {name} of {face} is sharded",
-                why="its values are on several ranks, of which no loss over the whole vocabulary can be made",
-                fix="call the loss where the head's parameters are gathered, as with deepspeed.zero.GatheredParameters "
-                "or weight.full_tensor()",
-            )
-    return weight, bias
+    if not isinstance(weight, nn.Module):
+        return hidden, _whole(face, "weight", weight), _whole(face, "bias", bias)
+    if bias is not None:
+        raise InvalidInputError(
+            f"{face} got a bias beside a module", why="the module has its own", fix="pass one of them"
+        )
+    return _of_module(face, hidden, weight)
 
 
-def _of_module(face: str, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+def _whole(face: str, name: str, tensor: Any) -> Any:  # noqa: ANN401
+    """The tensor, if its values are here."""
+    if hasattr(tensor, "full_tensor") or (hasattr(tensor, "ds_id") and tensor.numel() == 0):
+        raise InvalidInputError(
+            f"the {name} of {face} is sharded",
+            why="its values are on several ranks, of which no loss over the whole vocabulary can be made",
+            fix="call the loss where the head's parameters are gathered, as with deepspeed.zero.GatheredParameters "
+            "or weight.full_tensor()",
+        )
+    return tensor
+
+
+def _of_module(face: str, hidden: Tensor, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
     saved = getattr(module, "modules_to_save", None)
     if isinstance(saved, nn.ModuleDict):  # PEFT's copies of a layer, one an adapter, beside the original
         names = [name for name in _active(module) if name in saved]
         if getattr(module, "disable_adapters", False) or not names:
-            return _of_module(face, module.original_module)  # type: ignore[arg-type]
-        return _of_module(face, saved[names[0]])
+            return _of_module(face, hidden, module.original_module)  # type: ignore[arg-type]
+        return _of_module(face, hidden, saved[names[0]])
     base: Any = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module):
-        return _with_lora(face, module, base)
+        return _with_lora(face, hidden, module, base)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise UnsupportedOptionError(
             f"{face} cannot use {type(module).__name__} as a head",
             why="its logits need not be hidden @ weight.T + bias",
             fix="pass the weight that they are made with, as a tensor",
         )
-    return module.weight, module.bias
+    return hidden, _whole(face, "weight", module.weight), _whole(face, "bias", module.bias)
 
 
 def _active(module: Any) -> list[str]:  # noqa: ANN401
@@ -121,11 +131,16 @@ def _active(module: Any) -> list[str]:  # noqa: ANN401
     return [found] if isinstance(found, str) else list(found)
 
 
-def _with_lora(face: str, module: Any, base: nn.Module) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
-    """The sum of a frozen head and its active LoRA adapters."""
-    weight, bias = _of_module(face, base)
+def _with_lora(
+    face: str,
+    hidden: Tensor,
+    module: Any,  # noqa: ANN401
+    base: nn.Module,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A frozen head beside its active LoRA adapters."""
+    states, weight, bias = _of_module(face, hidden, base)
     if getattr(module, "disable_adapters", False) or getattr(module, "merged", False):
-        return weight, bias
+        return states, weight, bias
     factors = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
     if not all(isinstance(f, nn.ModuleDict) for f in factors):
         raise UnsupportedOptionError(
@@ -133,20 +148,25 @@ def _with_lora(face: str, module: Any, base: nn.Module) -> tuple[Tensor, Tensor 
             why="what it adds to the layer inside is not known to be a matrix",
             fix="merge the adapter into the head, or leave the head out of target_modules",
         )
+    more, columns = [states], [weight]
     for name in _active(module):
         if name not in module.lora_A:
             continue
         dropout = module.lora_dropout[name] if name in module.lora_dropout else nn.Identity()
         drops = module.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0
-        if drops or name in getattr(module, "lora_variant", {}):
+        variant = name in getattr(module, "lora_variant", {}) or bool(getattr(module, "use_dora", {}).get(name))
+        if drops or variant:
             raise UnsupportedOptionError(
                 f"{face} cannot use the adapter {name!r} of the head",
                 why="it drops hidden states out before the product" if drops else "it is more than a sum of weights",
                 fix="construct it with lora_dropout=0.0 and without variants such as DoRA, or leave the head out",
             )
-        down, up, scaling = module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name])
-        weight = torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=scaling)
+        down, up = (_whole(face, "adapter", f[name].weight) for f in factors)  # type: ignore[index]
+        scaling = float(module.scaling[name])
+        low = nn.functional.linear(hidden, down.to(hidden.dtype))
+        more.append((low * scaling).to(states.dtype))
+        columns.append(up.to(weight.dtype))
         if module.lora_B[name].bias is not None:
-            more = module.lora_B[name].bias.to(weight.dtype) * scaling
-            bias = more if bias is None else bias + more
-    return weight, bias
+            offset = module.lora_B[name].bias.to(weight.dtype) * scaling
+            bias = offset if bias is None else bias + offset
+    return torch.cat(more, -1), torch.cat(columns, 1), bias

@@ -22,9 +22,10 @@ from liger_registry.chunked_loss._checks import (
     check_reference,
     check_sequences,
     check_shape,
+    either,
     positive,
 )
-from liger_registry.chunked_loss.head import PLAIN, Head, weights_of
+from liger_registry.chunked_loss.head import PLAIN, Head, applied
 from liger_registry.errors import InvalidInputError
 
 Tensor = torch.Tensor
@@ -70,7 +71,7 @@ def kto(
     losses = torch.sigmoid(torch.where(wanted, -reward, reward))
     if desirable_weight == undesirable_weight == 1:
         return losses
-    return losses * torch.where(wanted, desirable_weight, undesirable_weight)
+    return losses * either(wanted, desirable_weight, undesirable_weight, losses.dtype)
 
 
 def kto_terms(logp: Tensor, constants: Tensor, **settings: Any) -> Tensor:
@@ -133,7 +134,7 @@ def kto_loss(
         {"ref_input": ref_input, "ref_weight": ref_weight},
         {"ref_bias": ref_bias, "ref_logps": ref_logps},
     )
-    weight, bias = weights_of(face, weight, bias)
+    hidden, weight, bias = applied(face, hidden, weight, bias)
     told: dict[str, Any] = {"ignore_index": ignore_index, "head": head}
     if ref_input is not None and ref_weight is not None:
         check_sequences(face, ref_input, target, "ref_input's target")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def pair_terms(
     function: str | PairLoss,
     nll_weight: float,
     weighting: bool,
-    **settings: Any,
+    told: Mapping[str, Any],
 ) -> Tensor:
     """The part that each pair has in the loss, (pairs,); of pairs without a token that counts 0.
 
@@ -75,10 +75,10 @@ def pair_terms(
         function: the loss of a ``Pairs``, or where it is to be imported from.
         nll_weight: the factor of the negative log-likelihood.
         weighting: whether pairs are weighted by how likely the policy finds them; see ``LinearPreferenceLoss``.
-        settings: the function's.
+        told: the function's settings.
     """
     sequences, tokens = constants[..., 0, :SEQUENCE_COLUMNS], constants[..., SEQUENCE_COLUMNS:]
-    losses = engine.imported(function)(pairs_of(logp, tokens, sequences), **settings)
+    losses = engine.imported(function)(pairs_of(logp, tokens, sequences), **told)
     losses = losses[0] if isinstance(losses, tuple) else losses
     if weighting:
         counted, lengths = tokens[:2, ..., 2], sequences[:2, :, 1].clamp_min(1)

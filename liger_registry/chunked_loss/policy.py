@@ -18,7 +18,7 @@ from liger_registry.chunked_loss._checks import (
     positive,
 )
 from liger_registry.chunked_loss.grpo import BY_BATCH, NAMES, Policy, Tokens, metrics, token_losses
-from liger_registry.chunked_loss.head import PLAIN, Head, weights_of
+from liger_registry.chunked_loss.head import PLAIN, Head, applied
 from liger_registry.errors import UnsupportedOptionError
 
 Tensor = torch.Tensor
@@ -86,7 +86,7 @@ def policy_loss(
         check_shape(face, name, tensor, (count, length))
     models = {"ref_input": ref_input, "ref_weight": ref_weight}
     check_reference(face, use_ref_model, models, {"ref_bias": ref_bias, "ref_per_token_logps": ref_per_token_logps})
-    weight, bias = weights_of(face, weight, bias)
+    hidden, weight, bias = applied(face, hidden, weight, bias)
     counted = attention_mask != 0
     target = torch.where(counted, selected_token_ids, IGNORED)
     if policy.beta and ref_input is not None and ref_weight is not None:
@@ -103,9 +103,9 @@ def policy_loss(
             share.append(vllm_is_ratio.detach().to(dtype).reshape(count))
     given = [name for name, tensor in optional.items() if tensor is not None]
     broad = advantages if advantages.dim() == 2 else advantages[:, None].expand(count, length)
-    columns = [mask, broad.detach().to(dtype)]
     # What tokens that do not count have is not read, be it NaN.
-    columns += [torch.where(counted, t.detach().to(dtype), 0.0) for t in optional.values() if t is not None]
+    there = (broad, *(t for t in optional.values() if t is not None))
+    columns = [mask, *(torch.where(counted, t.detach().to(dtype), 0.0) for t in there)]
     constants = torch.stack(columns, -1), torch.stack(share, -1)
     loss, logp = engine.sequence_loss(
         policy_terms,

@@ -24,7 +24,7 @@ from torch import nn
 
 from liger_registry.chunked_loss import engine
 from liger_registry.chunked_loss._checks import check_flags, check_pairs, check_reference, check_sequences, check_shape
-from liger_registry.chunked_loss.head import PLAIN, Head, weights_of
+from liger_registry.chunked_loss.head import PLAIN, Head, applied
 from liger_registry.chunked_loss.pairs import PairLoss, constants_of, pair_terms, pairs_of
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ def preference_loss(
     pairs, tokens = target.shape[0] // 2, target.shape[1]
     check_shape(face, "ref_logps", ref_logps, (2 * pairs,), (2 * pairs, tokens))
     check_shape(face, "nll_target", nll_target, (pairs, tokens), (2 * pairs, tokens))
-    weight, bias = weights_of(face, weight, bias)
+    hidden, weight, bias = applied(face, hidden, weight, bias)
     told: dict[str, Any] = {"ignore_index": ignore_index, "head": head}
     if ref_input is not None and ref_weight is not None:
         check_sequences(face, ref_input, target)
@@ -106,10 +106,10 @@ def preference_loss(
         *constants,
         ways=ways,
         settings={
-            **settings,
             "function": function,
             "nll_weight": float(alpha) if compute_nll_loss else 0.0,
             "weighting": use_weighting,
+            "told": dict(settings),
         },
         separable=separable,
         **told,
@@ -151,10 +151,11 @@ class LinearPreferenceLoss(nn.Module):
         use_weighting: whether each pair's loss is multiplied by how likely the policy finds both sequences, through
             which no gradient flows (WPO, arXiv:2406.11827, equation 2). Costs two products more.
         separable: whether each pair's loss depends on that pair alone. Gradients may then be computed while a pair's
-            logits are there, in three products instead of four, if the function can be imported by its name.
+            logits are there, in three products instead of four, if the function can be imported by its name and its
+            settings are numbers, texts and lists of them.
         ignore_index: the target of tokens that do not count.
         head: how logits are made.
-        settings: keyword arguments of the function: numbers, texts, lists of them.
+        settings: keyword arguments of the function.
 
     Raises:
         UnsupportedOptionError: a value that is not supported.

@@ -2,6 +2,9 @@
 
 Three matrix products for the student and one for the teacher, around a divergence of both slabs and, where it is
 wanted, the cross-entropy of the student's. Memory is two slabs of logits, or three with the cross-entropy.
+
+What is done to a slab is an operation of the registry wherever it is none of the user's own. Products and slabs are
+those of ``fused_linear_jsd``, so that what was tuned for it, or pinned, decides how many rows a slab has.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from liger_registry.autograd import once
 from liger_registry.chunked_loss.divergence import Divergence, pieces
 from liger_registry.chunked_loss.head import Head
+from liger_registry.decision import HEURISTIC, REFERENCE
 from liger_registry.kernels.compact import compact
 from liger_registry.kernels.linear_heuristics import MOST_ROUNDINGS, SLAB_ROWS, default_rows
 from liger_registry.kernels.linear_products import (
@@ -23,14 +27,14 @@ from liger_registry.kernels.linear_products import (
     logits_into,
     new_slab,
     row_slabs,
+    scaled,
     wide,
 )
 from liger_registry.ops._logits import derivative, transformed
+from liger_registry.problem import FORWARD
 from liger_registry.runtime import registry
 
 Tensor = torch.Tensor
-# Elements that are scaled at once, of which a copy in fp32 is made.
-_SCALED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def plan(job: Job, student: Model, teacher: Model, rows: int) -> tuple[int, bool]:
     """The rows of a slab, and whether the head's gradient is summed in fp32 over them.
 
-    By default a slab has no fewer rows than keep matrix products at full rate and no less than a quarter of all, so
-    that the head's gradient is rounded four times at most; a smaller budget takes the most rows that it holds.
+    What was tuned for ``fused_linear_jsd``, or pinned, is taken where it fits the budget. Else a slab has no fewer rows
+    than keep matrix products at full rate and no less than a quarter of all, so that the head's gradient is rounded
+    four times at most; a smaller budget takes the most rows that it holds.
     """
     dtype = student.states.dtype
     narrow = wide(dtype) != dtype
@@ -93,11 +98,31 @@ def plan(job: Job, student: Model, teacher: Model, rows: int) -> tuple[int, bool
         return min(size, rows) * slabs + sums + rows * student.states.shape[1] * dtype.itemsize
 
     wanted, budget = default_rows(rows), job.head.memory_budget
+    budget = registry.settings.memory_budget if budget is None else budget
+    tuned = _tuned(job, student, teacher)
+    if tuned is not None and (budget is None or cost(tuned[0]) <= budget):
+        return tuned[0], narrow and (tuned[1] or wide_sums(tuned[0]))
     if budget is None:
         return wanted, wide_sums(wanted)
     fit = [size for size in SLAB_ROWS if size <= wanted and cost(size) <= budget]
     size = fit[-1] if fit else SLAB_ROWS[0]
     return size, wide_sums(size)
+
+
+def _tuned(job: Job, student: Model, teacher: Model) -> tuple[int, bool] | None:
+    """The rows of a slab and whether sums are wide, as decided for ``fused_linear_jsd``; None for its heuristic."""
+    if student.vocab != teacher.vocab or student.states.is_meta or student.states.shape[0] == 0:
+        return None
+    op = registry.op("fused_linear_jsd")
+    labels = student.states.new_empty((), dtype=torch.int64).expand(student.states.shape[0])
+    tensors = (student.states, student.weight, teacher.states, teacher.weight, labels)
+    options = op.bind(tensors, {})[1]
+    decision, _ = registry.choose(op, tensors, options, FORWARD, (True, True), budget=job.head.memory_budget)
+    if decision.source in (HEURISTIC, REFERENCE):
+        return None
+    config = decision.config
+    rows: Any = config.get("slab_rows", student.states.shape[0])  # ``single`` has none
+    return int(rows), config.get("sums") == "float32"
 
 
 def compute(
@@ -238,10 +263,19 @@ class Distilled(torch.autograd.Function):
             owned, ctx.owned = ctx.owned, None
             if owned is None:
                 owned = _compute(ctx.job, tensors, ctx.needs)[3]
-            found: tuple[Tensor | None, ...] = tuple(None if g is None else _scaled(g, grads[0]) for g in owned)
+            found: tuple[Tensor | None, ...] = tuple(None if g is None else scaled(g, grads[0], g.dtype) for g in owned)
         if torch.is_grad_enabled():
             found = once(found, (grads[0], *[t for t in tensors if t is not None]))
         return None, *found, None, None, None, None
+
+
+def distilled(job: Job, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, divergence and cross-entropy; of student and teacher hidden states, weight and bias, and of labels."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:3]):
+        loss, soft, hard = Distilled.apply(job, *tensors)  # type: ignore[no-untyped-call]
+        return loss, soft, hard
+    with torch.no_grad():
+        return _compute(job, tensors, (False, False, False))[:3]
 
 
 def _compute(
@@ -255,12 +289,3 @@ def _compute(
     assert labels is not None
     teacher = Model(teacher_states, teacher_weight, teacher_bias)
     return compute(job, Model(states, weight, bias), teacher, labels, (needs[0], needs[1], needs[2]))
-
-
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """``gradient * factor`` in its memory; a product with a 0-dim tensor would round that to the gradient's dtype."""
-    flat = gradient.view(-1)
-    for start in range(0, flat.shape[0], _SCALED):
-        part = flat[start : start + _SCALED]
-        part.copy_(part.to(factor.dtype) * factor)
-    return gradient

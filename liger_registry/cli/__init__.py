@@ -8,7 +8,7 @@ Exit codes, of every verb:
 2     usage: an argument, a name or a setting that cannot be used
 3     a table or a directory that cannot be read, written or trusted
 4     another process is tuning on the device
-5     Triton or a plugin that is needed is missing
+5     Triton, a plugin or an extra that is needed is missing
 130   interrupted
 ===== ==========================================================================
 
@@ -28,14 +28,18 @@ from liger_registry.cli import _errors
 # Under names of their own, so that `liger_registry.cli.verify` stays the module.
 from liger_registry.cli.compile import compile_configs as compile_verb
 from liger_registry.cli.doctor import doctor as doctor_verb
+from liger_registry.cli.exec import CONTEXT as EXEC_CONTEXT
+from liger_registry.cli.exec import exec_command as exec_verb
 from liger_registry.cli.explain import CONTEXT
 from liger_registry.cli.explain import explain as explain_verb
 from liger_registry.cli.export import export as export_verb
 from liger_registry.cli.import_ import import_tables as import_verb
 from liger_registry.cli.list_ import list_decisions as list_verb
 from liger_registry.cli.merge import merge as merge_verb
+from liger_registry.cli.new_plugin import new_plugin as new_plugin_verb
 from liger_registry.cli.plugins import plugins as plugins_verb
 from liger_registry.cli.prune import prune as prune_verb
+from liger_registry.cli.report import report as report_verb
 from liger_registry.cli.verify import verify as verify_verb
 from liger_registry.cli.warmup import warmup as warmup_verb
 
@@ -83,9 +87,13 @@ _VERBS: dict[str, Callable[..., None]] = {
     "prune": prune_verb,
     "plugins": plugins_verb,
     "doctor": doctor_verb,
+    "exec": exec_verb,
+    "report": report_verb,
+    "new-plugin": new_plugin_verb,
 }
+_CONTEXTS = {"explain": CONTEXT, "exec": EXEC_CONTEXT}
 for _name, _verb in _VERBS.items():
-    app.command(_name, context_settings=CONTEXT if _verb is explain_verb else _HELP, epilog=_errors.EPILOG)(_verb)
+    app.command(_name, context_settings=_CONTEXTS.get(_name, _HELP), epilog=_errors.EPILOG)(_verb)
 
 
 def main() -> None:

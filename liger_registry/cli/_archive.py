@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from filelock import FileLock
-
+from liger_registry import json_text
+from liger_registry.digest import checked, sealed
 from liger_registry.document import parse, render
 from liger_registry.errors import TableError, TableInvalidError, UnknownDeviceError
+from liger_registry.locking import locked
 from liger_registry.store import LAYOUT, TableStore, read_bytes, read_file, write_file
 from liger_registry.table import Sample, Stored, Table
 
@@ -50,7 +51,7 @@ def collect(path: Path) -> list[Table]:
 def _read_export(path: Path) -> list[tuple[str, Table]]:
     try:
         data = read_bytes(path)[0]
-        document = json.loads(data)
+        document = json_text.loads(data)
     except OSError as error:
         why = error.strerror or str(error)
         raise TableError(f"{path} cannot be read", why=why, fix="name an export, a table, or a directory") from error
@@ -65,8 +66,23 @@ def _read_export(path: Path) -> list[tuple[str, Table]]:
         raise TableInvalidError(
             f"{path} is no export that this version can read", why=f"export is {version!r:.40}", fix=_FIX
         )
-    names = [f"table {n} of {path}" for n in range(len(tables))]
-    return [(name, _parsed(name, json.dumps(entry))) for name, entry in zip(names, tables, strict=True)]
+    try:
+        digest = checked(data, document)
+        texts = [json.dumps(entry) for entry in tables]
+    except TableInvalidError as error:
+        raise TableInvalidError(f"{path} cannot be used", why=f"{error.what}: {error.why}", fix=error.fix) from error
+    except (ValueError, RecursionError) as error:
+        raise TableInvalidError(f"{path} is no valid JSON", why=str(error)[:200], fix=_FIX) from error
+    named = [(f"table {n} of {path}", text) for n, text in enumerate(texts)]
+    return [(name, replace(_parsed(name, text), digest=digest)) for name, text in named]
+
+
+def undigested(tables: Iterable[Table]) -> list[str]:
+    """A note for tables of which nobody can tell whether they are as they were written; none if there are none."""
+    ops = sorted({table.op for table in tables if not table.digest})
+    if not ops:
+        return []
+    return [f"no digest, so whether it was changed since it was written cannot be told: {', '.join(ops)}"]
 
 
 def _parsed(name: str, data: str | bytes) -> Table:
@@ -88,10 +104,11 @@ def write(path: Path, tables: Iterable[Table]) -> None:
         if path.is_dir():
             for table in kept:
                 target = TableStore(path).path(table.directory, table.op)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                _make_shared(path, target.parent)
                 write_file(target, table, 0o644)
             return
-        text = f'{{"export": {VERSION}, "tables": [\n' + ",\n".join(render(table) for table in kept) + "]}\n"
+        body = ",\n".join(render(table, seal=False) for table in kept)
+        text = sealed(f'{{\n"export": {VERSION},\n"tables": [\n{body}]}}\n')
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(handle, "w", encoding="ascii") as file:
@@ -103,12 +120,30 @@ def write(path: Path, tables: Iterable[Table]) -> None:
             with suppress(OSError):
                 os.unlink(name)
             raise
+    except TableError:
+        raise
     except OSError as error:
         raise TableError(
             f"{path} cannot be written",
             why=error.strerror or str(error),
             fix="name a place that can be written, and has room",
         ) from error
+
+
+def _make_shared(root: Path, directory: Path) -> None:
+    """Make the directories from a root down to a table's: for all to read, whatever the umask, and for us to write.
+
+    Raises:
+        TableError: a link leads out of the root.
+    """
+    if not Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(root)):
+        raise TableError(f"{directory} leads out of {root}", fix="replace the link by a directory")
+    for part in directory.relative_to(root).parts:
+        root = root / part
+        if not root.is_dir():
+            root.mkdir()
+            # LIGER_TUNE_TABLES refuses what a group can write to, which a common umask lets it.
+            root.chmod(0o755)
 
 
 def combined(tables: Sequence[Table], prefer_later: bool = False) -> Tables:
@@ -191,7 +226,7 @@ def rewrite(store: TableStore, table: Table, change: Callable[[Table], Table]) -
     """
     path = store.path(table.directory, table.op)
     try:
-        with FileLock(f"{path}.lock", timeout=30, mode=0o600):
+        with locked(path, 30.0):
             changed = change(read_file(path))
             if changed:
                 write_file(path, changed)
@@ -199,11 +234,11 @@ def rewrite(store: TableStore, table: Table, change: Callable[[Table], Table]) -
                 path.unlink()
     except TimeoutError as error:
         raise TableError(f"another process keeps {path} locked", fix="try again when it is done") from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         if isinstance(error, TableError):
             raise
         raise TableError(
             f"{path} cannot be written",
-            why=error.strerror or str(error),
+            why=getattr(error, "strerror", None) or str(error),
             fix="name a place that can be written, and has room",
         ) from error

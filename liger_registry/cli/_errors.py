@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from liger_registry.errors import (
     CompileError,
+    ExtraMissingError,
     InvalidInputError,
     MeasurementError,
     NoImplementationError,
@@ -30,7 +31,7 @@ OK, FAILED, USAGE, TABLE, BUSY, MISSING = 0, 1, 2, 3, 4, 5
 EPILOG = (
     "Exit codes: 0 done; 1 something failed or is left undone; 2 usage: an argument, name or setting that cannot be "
     "used; 3 a table or directory that cannot be read, written or trusted; 4 another process is tuning on the device; "
-    "5 Triton or a plugin that is needed is missing; 130 interrupted."
+    "5 Triton, a plugin or an extra that is needed is missing; 130 interrupted."
 )
 _CODES: tuple[tuple[type[RegistryError], int], ...] = (
     (TableError, TABLE),
@@ -38,6 +39,7 @@ _CODES: tuple[tuple[type[RegistryError], int], ...] = (
     (TuningBusyError, BUSY),
     (TritonMissingError, MISSING),
     (PluginError, MISSING),
+    (ExtraMissingError, MISSING),
     (CompileError, FAILED),
     (MeasurementError, FAILED),
     (VerificationError, FAILED),

@@ -99,15 +99,18 @@ def _settings(registry: Registry) -> dict[str, Any]:
 
 def _store(kind: str, store: Any) -> dict[str, Any]:  # noqa: ANN401 - a TableStore, which imports its parts lazily
     counts: dict[str, dict[str, int]] = {}
+    undigested: list[str] = []
     for device in store.devices():
         for op in store.ops(device):
             table = store.load(device, op)
             seen = counts.setdefault("/".join(table.directory), {"ops": 0, "decisions": 0, "samples": 0})
             seen["ops"] += 1
+            undigested += [] if table.digest else [op]
             seen["decisions"] += len(table.decisions)
             seen["samples"] += len(table.samples)
     bad = sorted(str(path) for path in Path(store.root).rglob("*.bad*")) if Path(store.root).is_dir() else []
-    return {"kind": kind, "root": str(store.root), "devices": counts, "set_aside": bad}
+    found = {"kind": kind, "root": str(store.root), "devices": counts, "set_aside": bad}
+    return {**found, "without_digest": sorted(set(undigested))}
 
 
 def _checks(registry: Registry) -> Iterator[tuple[str, str]]:
@@ -152,6 +155,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
                 _report.plural(count, name.removesuffix("s")) for name, count in counts.items()
             )
         yield from (f"  set aside: {path}" for path in store["set_aside"])
+        if store["without_digest"]:
+            ops = ", ".join(store["without_digest"])
+            yield f"  without a digest, so whether they were changed cannot be told: {ops}"
     yield f"- recorded misses: {report['misses']}"
     for plugin in report["plugins"]:
         reason = f": {plugin['reason']}" if plugin["reason"] else ""

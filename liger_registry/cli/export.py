@@ -30,8 +30,9 @@ def export(
     from liger_registry.cli import _archive
     from liger_registry.errors import TableError
     from liger_registry.runtime import registry
+    from liger_registry.store import LAYOUT
 
-    if not force and (file.is_file() or (file.is_dir() and any(file.glob("v1/*")))):
+    if not force and (file.is_file() or (file.is_dir() and any(file.glob(f"{LAYOUT}/*")))):
         raise TableError(f"{file} is there already", fix="name another place, or pass --force")
     # The user's own tables last: of two measurements of one date they count.
     stores = [store for kind, store in reversed(registry.stores()) if everything or kind == "user"]

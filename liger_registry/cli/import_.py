@@ -24,7 +24,7 @@ def import_tables(
 ) -> None:
     """Take tables from a file into the cache directory.
 
-    They are validated, and what they would change is shown; --yes writes it.
+    They are validated, and held against their digest; what they would change is shown, and --yes writes it.
 
     Nothing is written outside the cache directory. Of two entries of one key the newer stays. Exit code 1 if there are
     changes and --yes was not given, 3 if anything in the file does not validate.
@@ -35,9 +35,10 @@ def import_tables(
     from liger_registry.table import diff
 
     store = registry.user_store
-    theirs = _archive.combined(_archive.collect(file))
+    found = _archive.collect(file)
+    theirs = _archive.combined(found)
     changes: list[str] = []
-    notes: list[str] = []
+    notes = _archive.undigested(found)
     changed: list[Table] = []
     for (directory, op), table in theirs.items():
         # The device must be one, and that of the directory: both end up in a path.

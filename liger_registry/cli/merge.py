@@ -22,13 +22,14 @@ def merge(
     """
     from liger_registry.cli import _archive
     from liger_registry.errors import TableError
+    from liger_registry.store import LAYOUT
 
     if not force and output.is_file():
         raise TableError(f"{output} is there already", fix="name another file, or pass --force")
     tables = [table for source in sources for table in _archive.collect(source)]
     if output.is_dir():
         # A directory is added to, as a store is: what it holds and no source names stays.
-        tables = [*(_archive.collect(output) if any(output.glob("v1/*/*/*/*.json")) else ()), *tables]
+        tables = [*(_archive.collect(output) if any(output.glob(f"{LAYOUT}/*/*/*/*.json")) else ()), *tables]
     merged = _archive.combined(tables)
     _archive.write(output, merged.values())
     count = sum(len(table.decisions) for table in merged.values())

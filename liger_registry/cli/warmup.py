@@ -190,7 +190,7 @@ def _tune(
 
 
 def _print(registry: Registry, device: Device, rows: Sequence[Row], seconds: float, json: bool) -> None:
-    root = registry.user_store.root.joinpath("v1", *device.directory)
+    root = registry.user_store.path(device, "x").parent
     if json:
         measured = sum(row.measured for row in rows)
         body = {

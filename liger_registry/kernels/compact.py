@@ -35,8 +35,42 @@ def compact(target: Tensor, ignore_index: int, mode: str, size: int) -> Tensor |
     Raises:
         UnsupportedOptionError: ``on`` while a stream is being captured.
     """
-    if mode == OFF or target.is_meta or target.numel() == 0:
+    if not _wanted(target, mode, size):
         return None
+    kept = (target != ignore_index).nonzero().squeeze(1)
+    return kept if _few(kept.numel(), target.numel(), mode) else None
+
+
+def compact_groups(target: Tensor, ignore_index: int, mode: str, size: int) -> tuple[Tensor, list[int]] | None:
+    """The rows that count, group by group, and how many of them there are up to each group's end; None for all.
+
+    Both are known from the counts of groups, so that the device is waited for once.
+
+    Args:
+        target: (groups, rows) int64; the others are those of ``compact``.
+        ignore_index: see there.
+        mode: see there.
+        size: see there.
+
+    Returns:
+        (kept,) int64, positions in the flat target, and as many numbers as groups; or None.
+
+    Raises:
+        UnsupportedOptionError: see there.
+    """
+    if not _wanted(target, mode, size):
+        return None
+    counted = target != ignore_index
+    ends: list[int] = counted.sum(1).cumsum(0).tolist()
+    if not _few(ends[-1], target.numel(), mode):
+        return None
+    return counted.view(-1).nonzero_static(size=ends[-1]).squeeze(1), ends
+
+
+def _wanted(target: Tensor, mode: str, size: int) -> bool:
+    """Whether counting is worth it, and possible."""
+    if mode == OFF or target.is_meta or target.numel() == 0:
+        return False
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
         if mode == ON:
             raise UnsupportedOptionError(
@@ -44,10 +78,10 @@ def compact(target: Tensor, ignore_index: int, mode: str, size: int) -> Tensor |
                 why="how many are left would have to be known on the host",
                 fix="pass compact='auto' or compact='off'",
             )
-        return None
-    if mode == AUTO and target.is_cuda and size < WORTH:
-        return None
-    kept = (target != ignore_index).nonzero().squeeze(1)
-    if kept.numel() > (target.numel() - 1 if mode == ON else int(MOST_KEPT * target.numel())):
-        return None
-    return kept
+        return False
+    return mode != AUTO or not target.is_cuda or size >= WORTH
+
+
+def _few(kept: int, rows: int, mode: str) -> bool:
+    """Whether so many rows that are left are worth gathering."""
+    return kept <= (rows - 1 if mode == ON else int(MOST_KEPT * rows))

@@ -21,7 +21,8 @@ SOFTCAP, SCALE, SMOOTHING, SQUARE = 30.0, 0.75, 0.1, 1e-3
 COMPACT = ("auto", "on", "off")
 # Examples lie on grids so coarse that a product in fp32 is exact in any order: logits are then rounded alike by every
 # implementation, and what differs is a fault. Hidden states are multiples of 1/8, weights of an eighth of their size.
-_GRID = 8.0
+# Random weights and biases in float32 are finer, so that a cast to bf16 shows, though not one to TF32 of 11 bits.
+_GRID, _FINE_GRID = 8.0, 256.0
 
 
 def validate(op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any) -> None:  # noqa: ANN401
@@ -105,12 +106,13 @@ def example(problem: Problem, device: torch.device | str, seed: int, style: str)
     dtype = getattr(torch, str(problem.dtypes["hidden"]))
     size = 2.0 ** -max(0, (width.bit_length() - 3) // 2)
 
-    def on_grid(shape: tuple[int, ...], seed: int, style: str, scale: float) -> torch.Tensor:
+    def on_grid(shape: tuple[int, ...], seed: int, style: str, scale: float, grid: float = _GRID) -> torch.Tensor:
         values = fill(shape, torch.float32, device, seed, style)
-        return values if values.is_meta else (values * _GRID).round_().mul_(scale / _GRID)
+        return values if values.is_meta else (values * grid).round_().mul_(scale / grid)
 
-    hidden, weight = on_grid((tokens, width), seed, style, 1.0), on_grid((vocab, width), seed + 1, "random", size)
-    bias = None if problem.dtypes["bias"] == "none" else on_grid((vocab,), seed + 2, "random", 1.0)
+    fine = _FINE_GRID if dtype.itemsize > 2 and style == "random" else _GRID
+    hidden, weight = on_grid((tokens, width), seed, style, 1.0), on_grid((vocab, width), seed + 1, "random", size, fine)
+    bias = None if problem.dtypes["bias"] == "none" else on_grid((vocab,), seed + 2, "random", 1.0, fine)
     target = torch.empty(tokens, dtype=torch.int64, device=device)
     if not target.is_meta:
         generator = torch.Generator(device=device).manual_seed(seed + 3)

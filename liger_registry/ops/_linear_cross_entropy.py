@@ -163,7 +163,8 @@ def grads_reference(*inputs: torch.Tensor | None, needs: tuple[bool, ...], **opt
     wanted = (needs[0], needs[1], False, needs[2], False, False)
     grads = [torch.ones_like(y) if n == 0 else None for n, y in enumerate(outputs) if y is not None]
     found = gradients(lambda *xs: reference(*xs, **options), inputs, grads, wanted)  # type: ignore[arg-type]
-    return (*outputs, *[None if found[i] is None else found[i].to(held_dtype(hidden)) for i in (0, 1, 3)])  # type: ignore[union-attr]
+    held = [None if g is None else g.to(held_dtype(hidden)).contiguous() for g in (found[0], found[1], found[3])]
+    return *outputs, *held
 
 
 def grads_backward(*tensors: torch.Tensor | None, needs: tuple[bool, ...], **options: Any) -> Tensors:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from liger_registry.kernels.compact import compact as rows_that_count
+from liger_registry.kernels.compact import compact_groups
 from liger_registry.kernels.group_loss import function_of, terms_and_slopes
-from liger_registry.kernels.linear_products import cut_slab, logits_into, new_slab, wide
+from liger_registry.kernels.linear_products import cut_slab, logits_into, new_slab, scaled, wide
 from liger_registry.kernels.linear_rows import RowGradients
 from liger_registry.kernels.linear_slabs import (
     Slopes,
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     Stages = Mapping[str, Stage]
     Results = tuple[Tensor | None, ...]
-
-# Elements that are scaled at once; of their fp32 copies, 32 MiB each, two are there at a time.
-_SCALED = 1 << 23
 
 
 def logp_of(found: Statistics, labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
@@ -91,13 +89,13 @@ class Groups:
         """The groups of targets (tokens,), without those that are ignored where that is worth it."""
         rows = ways * length
         count = target.shape[0] // rows if rows else 0
-        ordered = target.view(ways, count, length).transpose(0, 1).reshape(-1) if count else target
-        kept = rows_that_count(ordered, ignore_index, mode, size)
-        if kept is None:
+        found = None
+        if count:
+            ordered = target.view(ways, count, length).transpose(0, 1).reshape(count, rows)
+            found = compact_groups(ordered, ignore_index, mode, size)
+        if found is None:
             return cls(ways, length, count, None, tuple(range(0, count * rows + 1, rows or 1)))
-        # The device was waited for a moment ago.
-        ends = torch.bincount(kept // rows, minlength=count).cumsum(0).tolist()
-        return cls(ways, length, count, kept, (0, *ends))
+        return cls(ways, length, count, found[0], (0, *found[1]))
 
     def slabs(self, rows: int) -> Iterator[tuple[slice, slice]]:
         """Groups and their rows among those that count, as many groups as reach some number of rows."""
@@ -176,8 +174,6 @@ def forward_group_slabs(
     memory = new_slab(states, max(rows.stop - rows.start for _, rows in spans), vocab)
     loss_of = function_of(function, settings)
     for here, rows in spans:
-        if rows.start == rows.stop and rows.start:
-            continue  # groups of which no token counts
         slab = cut_slab(memory, rows.stop - rows.start, vocab)
         mine = states[rows] if order is None else states.index_select(0, order[rows])
         logits_into(slab, mine, weight, bias)
@@ -188,6 +184,8 @@ def forward_group_slabs(
             groups.split(logp)[:, here] = values
             total, slopes = terms_and_slopes(loss_of, values, groups.split(known)[:, here], any(needs))
             loss, slopes = loss + total, groups.gathered(slopes, here, rows)
+        if rows.start == rows.stop and rows.start:
+            continue  # groups of which no token counts have terms, but no gradient
         # Whatever the function makes of tokens that do not count.
         upstream.slopes_now = torch.where(picked[rows] == ignore_index, 0.0, slopes)
         grads(rows, slab, mine, found)
@@ -268,13 +266,6 @@ def backward_scale(
 ) -> Results:
     """Forward's gradients times the loss', in fp32 and in their own memory, handed over."""
     held = (held_hidden, held_weight, held_bias)
-    return tuple(_scaled(g, grad_loss) if g is not None and need else None for g, need in zip(held, needs, strict=True))
-
-
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """``gradient * factor``; a product of a 16-bit tensor and a 0-dim one would round the factor first."""
-    flat = gradient.view(-1)
-    for start in range(0, flat.shape[0], _SCALED):
-        part = flat[start : start + _SCALED]
-        part.copy_(part.to(factor.dtype) * factor)
-    return gradient
+    return tuple(
+        scaled(g, grad_loss, g.dtype) if g is not None and need else None for g, need in zip(held, needs, strict=True)
+    )

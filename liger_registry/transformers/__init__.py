@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from liger_registry.transformers.fused_linear_jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
     from liger_registry.transformers.geglu import LigerGEGLUMLP as LigerGEGLUMLP
     from liger_registry.transformers.group_norm import LigerGroupNorm as LigerGroupNorm
+    from liger_registry.transformers.hub import kernel_mapping as kernel_mapping
+    from liger_registry.transformers.hub import register_kernels as register_kernels
     from liger_registry.transformers.jsd import LigerJSD as LigerJSD
     from liger_registry.transformers.kl_div import LigerKLDIVLoss as LigerKLDIVLoss
     from liger_registry.transformers.layer_norm import LigerLayerNorm as LigerLayerNorm
@@ -92,6 +94,7 @@ _NAMES = {
     "fused_linear_jsd": "LigerFusedLinearJSD",
     "geglu": "LigerGEGLUMLP",
     "group_norm": "LigerGroupNorm",
+    "hub": "kernel_mapping register_kernels",
     "jsd": "LigerJSD",
     "kl_div": "LigerKLDIVLoss",
     "layer_norm": "LigerLayerNorm",

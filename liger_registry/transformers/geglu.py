@@ -46,3 +46,18 @@ class LigerGEGLUMLP(GatedMLP):
         """The layer of (..., hidden_size)."""
         y: Tensor = self.down_proj(call("geglu", self.gate_proj(x), self.up_proj(x), self.approximate))
         return y
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """``LigerGEGLUMLP`` for Gemma 4: twice as wide in layers that share keys and values, if the config says so.
+
+    Args:
+        config: as of ``LigerGEGLUMLP``, with ``use_double_wide_mlp``, ``num_hidden_layers``, ``num_kv_shared_layers``.
+        layer_idx: the layer's; None for one that shares nothing.
+    """
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:  # noqa: ANN401
+        shared = getattr(config, "num_kv_shared_layers", 0) if getattr(config, "use_double_wide_mlp", False) else 0
+        wide = layer_idx is not None and shared > 0 and layer_idx >= config.num_hidden_layers - shared
+        GatedMLP.__init__(self, config, 2 * config.intermediate_size if wide else None)
+        self.approximate = approximation_of(type(self).__name__, config)

@@ -123,7 +123,8 @@ def _make(name: str, keywords: str) -> Callable[..., Applied | Armed]:
 
 def _lenient(keywords: Mapping[str, bool]) -> dict[str, bool | None]:
     """liger-kernel's True says what to use where it is, and makes no absent layer an error; but a loss it chooses."""
-    return {name: None if value and name != "cross_entropy" else value for name, value in keywords.items()}
+    # None is what its False is: callers hand on settings that nobody has made.
+    return {name: None if value and name != "cross_entropy" else bool(value) for name, value in keywords.items()}
 
 
 def _chosen(defaults: Mapping[str, bool], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +137,19 @@ def _chosen(defaults: Mapping[str, bool], given: Mapping[str, Any]) -> dict[str,
 
 
 def _apply(types: tuple[str, ...], model: nn.Module | None, options: dict[str, Any]) -> Applied | Armed:
-    from liger_registry.transformers.engine.apply import apply
+    from liger_registry.transformers.engine.apply import applied_to, apply
     from liger_registry.transformers.engine.hook import arm
 
-    return arm(types, options) if model is None else apply(model, **options)
+    if model is None:
+        return arm(types, options)
+    first = applied_to(model) if hasattr(model, "__dict__") else None  # `apply` says what is no model
+    if first is not None and not options.get("strict") and set(options) <= keywords():
+        # As liger-kernel's do, calls add up: a Trainer applies to a model that was built with the operations in it.
+        if all(options.get(op) is False for op in first.left_out):
+            return first
+        options = {op: None if value is False and op not in first.left_out else value for op, value in options.items()}
+        first.revert()
+    return apply(model, **options)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {name: _make(name, keywords) for name, keywords in _KEYWORDS.items()}

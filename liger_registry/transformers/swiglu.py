@@ -52,6 +52,14 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
         super().__init__(config)
 
 
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """``LigerSwiGLUMLP`` for HunYuan, whose layers know their index."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:  # noqa: ANN401
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
 class LigerBlockSparseTop2MLP(torch.nn.Module):
     """``w2(silu(w1(x)) * w3(x))``, an expert of Mixtral.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from liger_registry.config import Config
+from liger_registry.foreign import TimeUpError, deadline
 from liger_registry.implementation import Implementation
 from liger_registry.problem import Problem
 from liger_registry.table import Choice
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Configs of one implementation that are tried at most; a table keeps as many samples.
 MOST = 64
+#: How long a plugin may take to say which of its configs are legal for a problem, in seconds.
+ASK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +92,41 @@ def candidates(catalog: Catalog, problem: Problem, device: Device, budget: int |
     legal: list[Candidate] = []
     rejected: list[Rejected] = []
     for implementation in in_order(catalog, problem):
-        reason = implementation.capability.why_not(problem, device)
-        if reason is not None:
-            rejected.append(Rejected(implementation.id, reason))
-            continue
-        heuristic = implementation.propose(problem, device)
-        if isinstance(heuristic, str):
-            rejected.append(Rejected(implementation.id, heuristic))
-            continue
-        found: list[Config] = []
-        for config in dict.fromkeys((heuristic, *implementation.configs(problem, device))):
-            reason = implementation.why_illegal(config, problem, device, limit)
-            if reason is None:
-                found.append(config)
-            else:
-                rejected.append(Rejected(str(Choice(implementation.id, config)), reason))
-        kept = cap(found, heuristic)
-        rejected += [
-            Rejected(str(Choice(implementation.id, c)), f"more than {MOST} are legal; a sample is tried")
-            for c in found
-            if c not in kept
-        ]
-        legal += [Candidate(implementation, config, config == heuristic) for config in kept]
+        # A plugin's heuristic and predicates run in this process: one that hangs is no candidate.
+        asked = f"{implementation.id} of {implementation.distribution}, asked for its configs,"
+        try:
+            with nullcontext() if implementation.own else deadline(ASK_S, asked):
+                mine, without = _of(implementation, problem, device, limit)
+        except TimeUpError as error:
+            mine, without = [], [Rejected(implementation.id, str(error))]
+        legal += mine
+        rejected += without
     return Candidates(tuple(legal), tuple(rejected))
+
+
+def _of(
+    implementation: Implementation, problem: Problem, device: Device, limit: int | None
+) -> tuple[list[Candidate], list[Rejected]]:
+    """What one implementation may serve with, its heuristic's config first, and the rest."""
+    reason = implementation.capability.why_not(problem, device)
+    heuristic = reason if reason is not None else implementation.propose(problem, device)
+    if isinstance(heuristic, str):
+        return [], [Rejected(implementation.id, heuristic)]
+    rejected: list[Rejected] = []
+    found: list[Config] = []
+    for config in dict.fromkeys((heuristic, *implementation.configs(problem, device))):
+        reason = implementation.why_illegal(config, problem, device, limit)
+        if reason is None:
+            found.append(config)
+        else:
+            rejected.append(Rejected(str(Choice(implementation.id, config)), reason))
+    kept = cap(found, heuristic)
+    rejected += [
+        Rejected(str(Choice(implementation.id, c)), f"more than {MOST} are legal; a sample is tried")
+        for c in found
+        if c not in kept
+    ]
+    return [Candidate(implementation, config, config == heuristic) for config in kept], rejected
 
 
 def in_order(catalog: Catalog, problem: Problem) -> list[Implementation]:

@@ -24,11 +24,12 @@ CONTIGUOUS = ("guarded", "guarded")
 # weight as a column, a slice or expanded.
 _LAYOUTS = {
     "random": CONTIGUOUS,
-    "tail": ("guarded", "padded"),
+    # One of the few that large sizes are tried in.
+    "tail": ("gapped", "gapped"),
     "spike": ("guarded", "scalar"),
     "tiny": ("expanded", "transposed"),
     "shifted": ("padded", "rows"),
-    "zeros": ("strided", "strided"),
+    "zeros": ("misaligned", "misaligned"),
 }
 
 
@@ -241,23 +242,53 @@ def reduced(op: Op, name: str, problem: Problem) -> int:
 
 
 def other_options(op: Op, problem: Problem, inputs: Tensors) -> dict[str, Scalar] | None:
-    """Options that differ from the defaults in every number that is not part of the key; None if there are none.
+    """Options that differ from the problem's own in all that is not part of the key; None if there are none.
 
-    A candidate that ignores an option agrees with the reference for as long as the option has its default.
+    A candidate that ignores an option agrees with the reference for as long as the option has its default, and one that
+    has a number in its code for as long as it is this number. Negative integers mark places of an integer input.
     """
-    changed = {
-        o.name: o.default + 0.5 for o in op.options if o.name not in problem.flags and isinstance(o.default, float)
-    }
-    if not changed:
-        return None
-    options = {**op.options_of(problem), **changed}
+    own = op.options_of(problem)
+    changed: dict[str, Scalar] = {}
+    for option in op.options:
+        value, others = own[option.name], list[Scalar]()
+        if option.kind is float and isinstance(value, float):
+            # A number that the key knows by class must stay of its class, as a softcap that is off, or a beta below 1.
+            others = [value + 0.5, 0.75 * value, value + 0.125]
+        elif option.kind is int and isinstance(value, int) and value < 0:
+            others = [value - 7]
+        elif option.choices:  # a key that knows a reduction only by whether it is one
+            others = list(option.choices)
+        for other in others if option.name not in problem.flags else ():
+            if other != value and _same_key(op, problem, inputs, {**own, **changed, option.name: other}):
+                changed[option.name] = other
+                break
+    return {**own, **changed} if changed else None
+
+
+def _same_key(op: Op, problem: Problem, inputs: Tensors, options: Mapping[str, Scalar]) -> bool:
     try:
         op.validate(inputs, options)
         described = op.describe(inputs, options)
     except RegistryError:
-        return None  # not a combination the operation takes
-    alike = all(problem.flags.get(name) == value for name, value in described.flags.items())
-    return options if alike else None
+        return False  # not a combination the operation takes
+    return all(problem.flags.get(name) == value for name, value in described.flags.items())
+
+
+def marking(op: Op, own: Mapping[str, Scalar], options: Mapping[str, Scalar]) -> Callable[[Tensors], Tensors] | None:
+    """What marks the same places of integer inputs as before where a marker, such as ``ignore_index``, is another."""
+    pairs = [(own[o.name], options[o.name]) for o in op.options if o.kind is int and own[o.name] != options[o.name]]
+    if not pairs:
+        return None
+
+    def mark(inputs: Tensors) -> Tensors:
+        marked = list(inputs)
+        for number, x in enumerate(inputs):
+            if x is not None and not x.is_floating_point() and x.dtype != torch.bool:
+                for old, new in pairs:
+                    marked[number] = torch.where(x == old, new, x).to(x.dtype)  # type: ignore[call-overload]
+        return tuple(marked)
+
+    return mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +326,7 @@ class Recipe:
             device,
             options=own if self.options is None else dict(self.options),
             layouts=self.layouts,
+            reshape=None if self.options is None else marking(op, own, self.options),
             label=label,
         )
         return self.on_its_units(case)

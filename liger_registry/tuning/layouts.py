@@ -16,9 +16,13 @@ from torch.overrides import TorchFunctionMode
 #: rows, ``transposed`` the last two dimensions swapped in memory; ``rows`` repeats one row and ``scalar`` one element
 #: with strides of 0, as the gradients of ``y.mean(0)`` and ``y.sum()`` do. ``strided`` and ``expanded`` are for
 #: vectors such as weights: every second element, as of ``w[::2]``, and one repeated; other tensors are guarded.
-LAYOUTS = ("guarded", "misaligned", "padded", "transposed", "rows", "scalar", "strided", "expanded")
+#: ``gapped`` is ``strided`` for vectors and ``padded`` for all else.
+LAYOUTS = ("guarded", "misaligned", "padded", "transposed", "rows", "scalar", "strided", "expanded", "gapped")
 
 _GUARD = 128  # elements; keeps a view of any dtype of at least one byte 16-byte aligned
+# Bytes beyond a block's own size: to align a block malloc asks for more than that, and takes the smallest hole that
+# fits. Fences between the blocks keep it from giving them back to the system, whose pages are zero.
+_SPARE = (0, 0, 64, 128, 256, 1024, 4096)
 _INTEGER = 23130  # within the range of a vocabulary, so that a wild index is a wrong number before it is a crash
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 
@@ -43,6 +47,8 @@ def place(tensor: torch.Tensor, layout: str = "guarded", behind: int = 0) -> tup
     shape = tensor.shape
     if layout not in LAYOUTS:
         raise ValueError(f"no layout {layout!r}; there are {LAYOUTS}")
+    if layout == "gapped":
+        layout = "strided" if tensor.dim() == 1 else "padded"
     if layout == "expanded":
         layout = "scalar" if tensor.dim() == 1 else "guarded"
     if layout in ("rows", "scalar") and tensor.numel() and tensor.dim():
@@ -99,13 +105,23 @@ class Poisoned(TorchFunctionMode):
         return result
 
 
-def dirty(device: torch.device | str, sizes: Sequence[int], huge: bool = False) -> None:
+def dirty(device: torch.device | str, sizes: Sequence[int], huge: bool = False) -> object:
     """Poison memory and free it, so that scratch which C++ allocates next is not zero by luck.
 
     Args:
         device: where.
         sizes: bytes of each block.
+        huge: with large numbers instead of NaN.
+
+    Returns:
+        What has to be held until the call is over.
     """
-    value = poison(torch.float32, huge)
-    held = [torch.full((max(size, 512) // 4,), value, device=device) for size in sizes for _ in range(2)]
-    del held
+    value, wanted = poison(torch.float32, huge), [max(size, 512) for size in sizes for _ in range(2)]
+    if torch.device(device).type == "cpu":
+        wanted = [max(size, 512) + more for size in sizes for more in _SPARE]
+    blocks, fences = [], []
+    for size in wanted:
+        blocks.append(torch.full((size // 4,), value, device=device))
+        fences.append(torch.empty(1, device=device))
+    del blocks
+    return fences

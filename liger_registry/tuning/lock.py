@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
-import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
-from liger_registry.errors import TuningBusyError
+from liger_registry.errors import TuningBusyError, TuningWarning
+from liger_registry.locking import locked, own_directory
 
 
 def device_name(torch_device: torch.device | str) -> str:
@@ -31,6 +30,8 @@ def device_name(torch_device: torch.device | str) -> str:
 def device_lock(torch_device: torch.device | str, timeout_s: float = 60.0) -> Iterator[Path]:
     """Hold the device for this process.
 
+    Where no lock can be made the device is not held, and one warning says so: tuning goes on.
+
     Args:
         torch_device: the device.
         timeout_s: how long to wait for another tuner; negative waits for as long as it takes.
@@ -38,23 +39,21 @@ def device_lock(torch_device: torch.device | str, timeout_s: float = 60.0) -> It
     Raises:
         TuningBusyError: another process holds it still.
     """
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in many containers
-        user = "user"
-    directory = Path(tempfile.gettempdir()) / f"liger-registry-{re.sub(r'[^0-9a-zA-Z._-]', '_', user)}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"tuning-{device_name(torch_device)}.lock"
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=timeout_s)
-    except Timeout:
-        raise TuningBusyError(
-            f"another process is tuning on {torch_device}",
-            why=f"it holds {path}" + (f", for more than {timeout_s:.3g} s" if timeout_s else ""),
-            fix="wait until it is done, or tune on another device",
-        ) from None
-    try:
+    path = Path(f"tuning-{device_name(torch_device)}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            path = own_directory() / path
+            stack.enter_context(locked(path.with_suffix(""), timeout_s))
+        except TimeoutError:
+            raise TuningBusyError(
+                f"another process is tuning on {torch_device}",
+                why=f"it holds {path}" + (f", for more than {timeout_s:.3g} s" if timeout_s else ""),
+                fix="wait until it is done, or tune on another device",
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(
+                f"nothing keeps another tuner away from {torch_device}, which would spoil what is measured: {error}",
+                TuningWarning,
+                stacklevel=3,
+            )
         yield path
-    finally:
-        lock.release()

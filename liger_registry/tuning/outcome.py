@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from liger_registry.errors import CompileError
+from liger_registry.foreign import told
 from liger_registry.problem import Problem
 from liger_registry.tuning.candidates import Candidate
 
@@ -74,7 +75,7 @@ class Runner(Protocol):
 
 def failure(error: BaseException) -> Outcome:
     """The outcome that an exception means."""
-    text = f"{type(error).__name__}: {error}".strip()
+    text = told(error).strip()
     line = " ".join(text.split())[:500]
     name, module = type(error).__name__, type(error).__module__
     if any(sign in text for sign in _GPU_FAULTS) and "out of memory" not in text:

@@ -179,8 +179,8 @@ def run_case(
         huge: poison memory with large numbers instead of NaN.
     """
     names, tensors, call, needs = call_of(op, implementation, config, case, device)
-    # Of the sizes that results have, since scratch often has them too.
-    sizes = sorted({t.numel() * t.element_size() for t in case.formula.values()})
+    # Of the sizes that results have, since scratch often has them too, in their dtype or in float32.
+    sizes = sorted({t.numel() * size for t in case.formula.values() for size in (t.element_size(), 4)})
     before = [bits(buffer).clone() for buffer in case.buffers]
     allowed = [(t, t.clone()) for t in _overwritten(op, case)]
     verdicts: list[Verdict] = []
@@ -262,10 +262,11 @@ def bind_results(
 def run_poisoned(call: Any, tensors: Tensors, sizes: Sequence[int], huge: bool) -> tuple[Any, ...]:  # noqa: ANN401
     """The results of a call to which memory that nobody wrote is poison; scratch of ``sizes`` bytes is dirty."""
     place = next(t.device for t in tensors if t is not None)
-    dirty(place, sizes, huge)
+    fences = dirty(place, sizes, huge)
     guard: Any = torch.cuda.device(place) if place.type == "cuda" else nullcontext()
     with guard, torch.no_grad(), Poisoned(huge):
         results = call(*tensors)
+    del fences
     if place.type == "cuda":
         torch.cuda.synchronize(place)
     return results if isinstance(results, tuple) else (results,)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from linear_losses import Live
 
+from liger_registry import registry
 from liger_registry.chunked_loss import (
     Head,
     LigerFusedLinearCosineSimilarityLoss,
@@ -143,6 +144,57 @@ def test_slabs_by_the_budget():
     assert planned(None, torch.float32) == (2048, False)
     assert planned(10 << 20) == (1024, True)
     assert planned(0) == (128, True)
+
+
+def rows_of_slabs(monkeypatch, m, **told):
+    """How many rows each slab of a call has, and the call's loss."""
+    seen, real = [], slabs.cut_slab
+    monkeypatch.setattr(
+        slabs, "cut_slab", lambda memory, rows, columns: seen.append(rows) or real(memory, rows, columns)
+    )
+    loss = call(LigerFusedLinearCosineSimilarityLoss(head=Head(compact="off", **told)), m)
+    monkeypatch.setattr(slabs, "cut_slab", real)
+    return seen[::2], loss
+
+
+def test_what_was_decided_for_the_same_products_decides_the_slabs(monkeypatch):
+    m = heads(sequences=40, tokens=10)
+    usual, right = rows_of_slabs(monkeypatch, m)
+    assert usual == [400]
+    with registry.use("fused_linear_jsd", {"forward": "chunked"}, {"slab_rows": 128, "sums": "input"}):
+        rows, loss = rows_of_slabs(monkeypatch, m)
+    assert rows == [128, 128, 128, 16]
+    torch.testing.assert_close(loss, right)
+    with registry.use("fused_linear_jsd", {"forward": "single"}):
+        assert rows_of_slabs(monkeypatch, m)[0] == [400]
+        assert rows_of_slabs(monkeypatch, heads(5, sequences=40, tokens=10))[0] == [400]  # other vocabularies
+
+
+def test_the_environments_budget_is_kept(monkeypatch):
+    m = heads(sequences=40, tokens=10)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "1")
+    registry.reload()
+    assert rows_of_slabs(monkeypatch, m)[0] == [128, 128, 128, 16]
+    assert rows_of_slabs(monkeypatch, m, memory_budget=1 << 30)[0] == [400]
+
+
+def test_evaluation_makes_no_gradient_products(monkeypatch):
+    m = heads()
+    monkeypatch.setattr(slabs, "add_product", None)
+    for kind in (LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss):
+        with torch.no_grad():
+            loss = call(kind(), m)
+        assert not loss.requires_grad
+        monkeypatch.undo()
+        torch.testing.assert_close(loss, call(kind(), m).detach())
+        monkeypatch.setattr(slabs, "add_product", None)
+
+
+def test_a_function_that_reads_no_student_has_no_gradient():
+    m = heads()
+    loss = call(LinearDistillationLoss(lambda s, t: t.square().mean(-1), weight_hard_loss=0.0, weight_soft_loss=1.0), m)
+    assert loss > 0
+    assert not any(g.any() for g in torch.autograd.grad(loss, p.leaves(m)))
 
 
 def test_no_logits_beyond_the_slabs():

@@ -241,8 +241,8 @@ def test_advantages_of_tokens():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", LOSS_TYPES)
-def test_tokens_that_do_not_count_have_no_influence(kind):
+@pytest.mark.parametrize(("kind", "level"), PAIRS)
+def test_tokens_that_do_not_count_have_no_influence(kind, level):
     """Not even where all they have is no number."""
     m = p.model()
     k = known(m)
@@ -250,8 +250,10 @@ def test_tokens_that_do_not_count_have_no_influence(kind):
     refs = p.logps(m.ref_hidden, m.ref_weight, m.ref_bias, m.target)
     found = []
     for fill in (0.0, math.nan, math.inf):
-        old, ref, ratio = (t.masked_fill(none, fill) for t in (k["old"], refs, k["ratio"]))
-        loss, metrics = run(m, k, ref, old, ratio, beta=0.1, loss_type=kind, use_bias_correction_kl=True)
+        broad = k["advantages"][:, None].expand_as(refs)
+        old, ref, ratio, each = (t.masked_fill(none, fill) for t in (k["old"], refs, k["ratio"], broad))
+        told = {"loss_type": kind, "importance_sampling_level": level, "beta": 0.1, "use_bias_correction_kl": True}
+        loss, metrics = run(m, {**k, "advantages": each}, ref, old, ratio, **told)
         found.append([loss.detach(), *metrics, *torch.autograd.grad(loss, p.leaves(m))])
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))

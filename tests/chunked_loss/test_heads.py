@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import preference as p
@@ -184,6 +185,26 @@ def test_an_adapter_of_the_head_is_part_of_it(told):
     torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-5)
     bare, _ = LigerFusedLinearCPOLoss()(layer.weight, m.hidden, m.target, layer.base_layer.bias)
     assert not torch.isclose(bare, loss)
+
+
+def test_a_young_adapter_is_not_rounded_away():
+    """It adds 3e-4 to weights of 0.5, of which half an ulp is 2e-3 in bf16."""
+    model, layer = adapted()
+    model.bfloat16()
+    signs = torch.ones(16, dtype=torch.bfloat16)
+    signs[::2] = -1.0
+    hidden = signs.repeat(2, 5, 1)  # whose product with equal weights is 0
+    with torch.no_grad():
+        layer.base_layer.weight.fill_(0.5)
+        layer.lora_A["default"].weight.copy_(signs * 2.0**-4)
+        layer.lora_B["default"].weight.zero_()[3] = 2.0**-10
+    _, metrics = LigerFusedLinearCPOLoss()(layer, hidden, torch.full((2, 5), 3))
+    logits = torch.zeros(37, dtype=torch.float64)
+    logits[3] = 5 * 2.0**-10  # three ranks of 1 times 2^-10, scaled by 5 / 3
+    right = 5 * logits.log_softmax(0)[3]
+    assert right - 5 * math.log(1 / 37) > 0.02
+    for found in metrics[:2]:
+        assert found.item() == pytest.approx(right.item(), abs=5e-4)
 
 
 def test_adapters_that_are_off_or_merged():

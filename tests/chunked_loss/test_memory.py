@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_registry import registry
 from liger_registry.chunked_loss import Head
+from liger_registry.portable.linear_sequence_loss import Groups
 
 WAYS = [
     ("linear_sequence_loss", {"forward": "group_slabs"}, {"slab_rows": 128, "sums": "input"}),
@@ -128,3 +129,29 @@ def test_the_reference_is_one_call_and_saves_nothing(monkeypatch):
     numbers(LOSSES["dpo"], m)
     assert calls == [("linear_logp", 6, False), ("linear_sequence_loss", 6, True)]
     assert m.ref_weight.grad is None
+
+
+def test_dropping_ignored_tokens_waits_once(monkeypatch):
+    """What a GPU would be waited for: reading a tensor on the host, and operations whose result's size is data."""
+    waits = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if any(w in function.name() for w in ("scalar_dense", "::nonzero", "bincount", "masked_select", "unique")):
+                waits.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__"):
+        known = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, known=known, name=name: waits.append(name) or known(t))
+    target = torch.zeros(6 * 10, dtype=torch.int64)
+    target[5:27] = -100
+    with Sizes():
+        groups = Groups.of(target, 2, 10, -100, "on", 0)
+        assert [s for _, s in groups.slabs(20)]
+        groups.rows(target.device)
+    assert waits == ["tolist", "aten::nonzero_static"]  # whose size is given
+    waits.clear()
+    with Sizes():
+        assert Groups.of(target, 2, 10, -100, "off", 0).kept is None
+    assert not waits

@@ -14,8 +14,9 @@ import pytest
 import torch
 from trl_stand_ins import Accelerator, same, shifted, trainer, trl_fixture  # noqa: F401
 
-from liger_registry.chunked_loss import LigerFusedLinearDPOLoss
-from liger_registry.chunked_loss.dpo import BY_DIFFERENCE, LOSS_TYPES, SMOOTHED
+from liger_registry.chunked_loss import LigerFusedLinearDPOLoss, Pairs
+from liger_registry.chunked_loss.dpo import BY_DIFFERENCE, LOSS_TYPES, SEPARABLE, SMOOTHED
+from liger_registry.chunked_loss.dpo import dpo as formula
 from liger_registry.chunked_loss.grpo import Policy
 
 pytestmark = [
@@ -93,6 +94,19 @@ def test_dpo_options(trl, monkeypatch, told):
     names = {"loss_type": "loss_types"}
     theirs, _ = dpo(trl, m, monkeypatch, **{names.get(k, k): v for k, v in told.items()})
     same(ours(m, **told)[0], theirs, m)
+
+
+@pytest.mark.parametrize("kind", SEPARABLE)
+def test_a_pair_without_tokens(trl, monkeypatch, kind):
+    """TRL adds the loss of equal models to the mean, which no gradient flows through; here it is 0."""
+    m, e = p.model(size=0.2), 0.1 if kind in SMOOTHED else 0.0
+    m.target[[1, 4]] = p.IGNORED
+    loss, _ = ours(m, loss_type=kind, label_smoothing=e)
+    theirs, _ = dpo(trl, m, monkeypatch, loss_types=[kind], label_smoothing=e)
+    nothing = Pairs(*torch.zeros(6, 1))
+    constant = formula(nothing, loss_type=kind, label_smoothing=e)[0].item() / 3
+    assert constant != 0 or kind == "exo_pair"
+    same(loss, theirs - constant, m)
 
 
 def test_defaults_are_its_configs(trl):

@@ -15,7 +15,21 @@ import pytest
 from liger_registry import errors
 from liger_registry.cli import _errors
 
-VERBS = ("warmup", "list", "explain", "verify", "compile", "export", "import", "merge", "prune", "plugins", "doctor")
+VERBS = (
+    "warmup",
+    "list",
+    "explain",
+    "verify",
+    "compile",
+    "export",
+    "import",
+    "merge",
+    "prune",
+    "plugins",
+    "doctor",
+    "report",
+    "new-plugin",
+)
 
 
 def subclasses(kind: type) -> Iterator[type]:

@@ -16,6 +16,7 @@ def table_of(cache: Path) -> Path:
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     document = json.loads(path.read_text())
+    document.pop("digest", None)  # as somebody does who edits a table by hand
     change(document)
     path.write_text(json.dumps(document))
 

@@ -58,7 +58,11 @@ LOSSES = {
     "grpo": grpo,
     "gspo": lambda m, **told: grpo(m, importance_sampling_level="sequence", **told),
 }
-EVERY = pytest.mark.parametrize("name", LOSSES)
+#: Of the first tier; one in pairs with and one without a likelihood, and one of tokens.
+FIRST = ("dpo", "orpo", "grpo")
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in LOSSES]
+)
 
 
 def numbers(run, m, **told):

@@ -1,9 +1,10 @@
-"""Every causal-LM type of the installed transformers, plain and patched: prints a table and writes docs/models.md.
+"""Every causal-LM type of the installed transformers, plain and patched: prints a table and writes it into docs.
 
     python -m tests.models.table [TYPE ...] [--processes 2] [--json FILE] [--no-write]
 
 Each type is measured in a process of its own kind: two at a time, one type after the other, and a process that dies or
-takes too long costs its type alone. Without types it does all, and only then writes the document.
+takes too long costs its type alone. Without types it does all, and only then writes the document: docs/models.md, and
+with transformers of before 5 docs/models-4.57.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from comparing import CANCELLED, GRADIENT, Outcome, compare, counts  # noqa: E402 - found only now
 
 LIMIT_S = 240.0
-DOCUMENT = ROOT / "docs" / "models.md"
+# By major release; the oldest that is supported has a page of its own.
+DOCUMENTS = {4: "models-4.57.md", 5: "models.md"}
 SHOWN = {
     "fused_linear_cross_entropy": "fused loss",
     "cross_entropy": "loss",
@@ -149,15 +151,17 @@ def document(outcomes: list[Outcome]) -> str:
     import torch
     import transformers
 
+    own = page_of(int(transformers.__version__.split(".")[0])).name
+    other = " and ".join(f"[{name}]({name})" for name in DOCUMENTS.values() if name != own)
     found = counts(outcomes)
     built = [outcome for outcome in outcomes if not outcome.unbuilt]
     gradient = max((o.gradient for o in built), default=0.0)
     same = [outcome for outcome in built if not outcome.differences]
     partly = sum(bool(outcome.plain) for outcome in same)
     text = [
-        "# Models",
+        "# Models" if own == DOCUMENTS[5] else f"# Models of transformers {transformers.__version__}",
         "",
-        "Written by `python -m tests.models.table`; do not edit.",
+        f"Written by `python -m tests.models.table`; do not edit. See also {other}.",
         "",
         f"Commit {commit()}, transformers {transformers.__version__}, torch {torch.__version__}, "
         f"{datetime.date.today().isoformat()}, on the CPU.",
@@ -203,6 +207,11 @@ def document(outcomes: list[Outcome]) -> str:
     return "\n".join(text) + "\n"
 
 
+def page_of(major: int) -> Path:
+    """The page for a release of transformers."""
+    return ROOT / "docs" / DOCUMENTS.get(major, DOCUMENTS[5])
+
+
 def commit() -> str:
     """The commit's hash, with a word if the tree differs from it."""
     try:
@@ -217,13 +226,14 @@ def commit() -> str:
 
 def main() -> int:
     """Compare, print, write; leaves with 1 if a type differs."""
+    import transformers
     from zoo import names
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to put all there is to know")
-    parser.add_argument("--no-write", action="store_true", help="leave docs/models.md as it is")
+    parser.add_argument("--no-write", action="store_true", help="leave the documentation as it is")
     asked = parser.parse_args()
     outcomes = compare_all(asked.types or list(names()), asked.processes, told=True)
     if asked.json:
@@ -234,9 +244,10 @@ def main() -> int:
         if outcome.differences:
             print(line(outcome))
     if not asked.types and not asked.no_write:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text(document(outcomes))
-        print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+        page = page_of(int(transformers.__version__.split(".")[0]))
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(document(outcomes))
+        print(f"wrote {page.relative_to(ROOT)}")
     return int(bool(found.get("differ")))
 
 

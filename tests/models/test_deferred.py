@@ -127,7 +127,7 @@ def test_recorded_operations_compute_what_they_would_have(chain, dtype):
     plain, head, counts = linear_head(bias=True, dtype=dtype)
     h, apply = hidden(dtype=dtype), CHAINS[chain]
     d = head(h)
-    d.node.call._parts = h.numel()  # whole, not some rows alone: those are rounded as a product of their size is
+    d.node.call._parts = 2 * h.numel()  # whole, not some rows alone: those are rounded as a product of their size is
     ours, theirs = apply(d), apply(plain(h))
     weights = torch.randn(theirs.shape)
     close(ours.computed(), theirs, rtol=0, atol=0)
@@ -147,10 +147,35 @@ def test_some_rows_are_computed_alone():
     close(last, torch.tanh(plain(h)[:, -1] / 2) * 2)
     assert sizes.largest <= h.numel()
     assert sum(counts.values()) == 1
-    d = head(h)
-    parts = [d[:, i : i + 5].logsumexp(-1) for i in range(0, 50, 5)]
-    close(torch.cat(parts, 1), plain(h).logsumexp(-1))
-    assert d.node.call._logits is not None, "many parts are more work than the whole"
+
+
+def entropy_in_chunks(logits, rows=5):
+    """As trainers compute it for the sake of memory."""
+    logs = (F.log_softmax(chunk, -1) for chunk in logits.reshape(-1, VOCAB).split(rows))
+    return torch.cat([-(log.exp() * log).sum(-1) for log in logs])
+
+
+def test_chunks_one_after_the_other_take_the_memory_of_one():
+    plain, head, counts = linear_head()
+    h = hidden(2, 50, WIDTH)
+    with torch.no_grad():
+        d, expected = head(h), entropy_in_chunks(plain(h))
+        with Sizes() as sizes:
+            found = entropy_in_chunks(d)
+        close(found, expected)
+        assert sizes.largest <= h.numel()
+        assert d.node.call._logits is None
+        assert sum(counts.values()) == 20
+        entropy_in_chunks(d)
+        close(entropy_in_chunks(d), expected)
+    assert d.node.call._logits is not None, "many times all parts are more work than the whole"
+
+
+def test_a_part_that_is_read_again_is_not_computed_again():
+    _, head, counts = linear_head()
+    part = head(hidden(2, 50, WIDTH))[:, -1]
+    close(part.softmax(-1), part.exp() / part.exp().sum(-1, keepdim=True))
+    assert sum(counts.values()) == 1
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from heads import VOCAB, assert_same_gradients, batch, bind_head, linear_head, pair
+from heads import VOCAB, assert_same_gradients, batch, linear_head, pair
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
@@ -351,21 +351,6 @@ def test_a_head_with_hooks_gives_real_logits():
     torch.testing.assert_close(output.loss, plain(**batch()).loss)
     assert OPERATION not in graphs.calls()
     assert type(output.logits) is torch.Tensor
-
-
-def test_a_model_that_makes_its_criterion_in_the_graph():
-    """Dynamo has a way of its own with it, which takes tensors alone: the results of the plain compiled model hold."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
-    plain = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **sizes)).train()
-    bound = copy.deepcopy(plain)
-    counts = bind_head(bound)
-    model, _ = compiled(bound)
-    for run in (plain, model):
-        run(**batch()).loss.backward()
-    assert_same_gradients(bound, plain)
-    assert not counts
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers keeps what it collects in a global

@@ -37,6 +37,7 @@ from liger_registry.transformers.engine.binding import Binding, bind, unbind
 from liger_registry.transformers.engine.gating import GatedForward
 from liger_registry.transformers.engine.mlps import find
 from liger_registry.transformers.engine.reading import Unreadable
+from liger_registry.transformers.engine.rebuild import Shared
 
 EVERY = {"swiglu": True, "geglu": True, "relu_squared": True}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -75,7 +76,7 @@ class Counting:
     """Counts the operations of a bound module, and whether gate and up came in one tensor."""
 
     def __init__(self, module):
-        before = module.__dict__["forward"]
+        before = module.__dict__["forward"].__self__
         product = copy.copy(before.product)
         self.operate, self.calls = product.operate, []
         product.operate = self
@@ -247,7 +248,7 @@ def test_a_forward_with_two_gates_is_left_alone():
 
 
 def test_the_probe_has_the_last_word(monkeypatch):
-    monkeypatch.setattr(mlps, "_probed", {})
+    monkeypatch.setattr(mlps, "_probed", Shared())
     monkeypatch.setattr(mlps, "reference", lambda op, gate, up, **_: F.silu(gate) * up * 1.01)
     (row,) = found(Split())
     assert "a probe on random numbers in float32 differs in values" in row.reason
@@ -261,7 +262,7 @@ def test_squared_relus_are_replaced_in_their_own_module():
     bind(binding)
     torch.testing.assert_close(module(given()), plain(given()))
     calls = []
-    module.act_fn.__dict__["forward"].operate = lambda op, x: calls.append(op) or torch.relu(x).square()
+    module.act_fn.__dict__["forward"].__self__.operate = lambda op, x: calls.append(op) or torch.relu(x).square()
     module(given())
     module.double()(given().double())
     assert calls == ["relu_squared"]
@@ -274,7 +275,7 @@ def test_copies_and_pickles_serve_their_own_module():
     x = given()
     expected = model(x)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert copied[0].__dict__["forward"].module is copied[0]
+        assert copied[0].__dict__["forward"].__self__.module is copied[0]
         torch.testing.assert_close(copied(x), expected)
         with torch.no_grad():
             copied[0].up_proj.weight.zero_()
@@ -291,11 +292,11 @@ def test_a_copied_partial_is_still_the_activation():
         assert [op for op, *_ in counting.calls] == ["geglu"]
 
 
-def test_finding_draws_none_of_the_callers_random_numbers():
+def test_finding_draws_none_of_the_callers_random_numbers(monkeypatch):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    mlps._probed.clear()
+    monkeypatch.setattr(mlps, "_probed", Shared())
     module = copy.deepcopy(FIXED).train()
     assert found(module)
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)

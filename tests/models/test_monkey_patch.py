@@ -111,6 +111,32 @@ def test_to_a_model():
     assert count(model) == 0
 
 
+def test_a_setting_of_none_is_off_as_it_is_for_liger_kernel():
+    model = transformers.LlamaForCausalLM(llama())
+    faces.apply_liger_kernel_to_llama(rms_norm=None, rope=None, model=model)
+    assert count(model) == 0
+    assert {"rms_norm", "rope", "cross_entropy"} == applied_to(model).left_out
+
+
+def test_calls_add_up():
+    model = AutoLigerKernelForCausalLM.from_config(llama())
+    first = applied_to(model)
+    assert faces._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False) is first
+    assert faces.apply_liger_kernel_to_llama(model=model) is first
+    with pytest.raises(AdapterError, match="already"):
+        faces._apply_liger_kernel_to_instance(model=model, nonsense=True)
+    assert applied_to(model) is first
+    first.revert()
+    faces.apply_liger_kernel_to_llama(rms_norm=False, swiglu=False, model=model)
+    assert count(model) == 0
+    second = faces.apply_liger_kernel_to_llama(rope=False, swiglu=False, model=model)
+    assert count(model) == 3
+    assert applied_to(model) is second
+    assert second.left_out == {"swiglu", "cross_entropy"}
+    second.revert()
+    assert count(model) == 0
+
+
 def test_both_losses_are_refused():
     with pytest.raises(AdapterError, match="cannot both"):
         faces.apply_liger_kernel_to_llama(cross_entropy=True)

@@ -31,6 +31,7 @@ from liger_registry.transformers.engine import norms
 from liger_registry.transformers.engine.binding import Binding, bind, unbind
 from liger_registry.transformers.engine.norms import NormForward, find, formula_of
 from liger_registry.transformers.engine.reading import Unreadable
+from liger_registry.transformers.engine.rebuild import Shared
 
 EVERY = {"rms_norm": True, "layer_norm": True}
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -201,7 +202,7 @@ def test_what_rounds_elsewhere_in_bf16_is_served_in_float32_alone(kind):
 
 
 def test_the_probe_has_the_last_word(monkeypatch):
-    monkeypatch.setattr(norms, "_probed", {})
+    monkeypatch.setattr(norms, "_probed", Shared())
     monkeypatch.setattr(norms, "reference", lambda op, x, weight, **options: 1.01 * x * weight)
     (row,) = found(LlamaNorm())
     assert "a probe on random numbers in float32 differs in values" in row.reason
@@ -209,8 +210,8 @@ def test_the_probe_has_the_last_word(monkeypatch):
 
 class Counting:
     def __init__(self, module):
-        self.calls, self.operate = [], module.__dict__["forward"].operate
-        module.__dict__["forward"].operate = self
+        self.calls, self.operate = [], module.__dict__["forward"].__self__.operate
+        module.__dict__["forward"].__self__.operate = self
 
     def __call__(self, op, *args, **options):
         self.calls.append(op)
@@ -263,7 +264,7 @@ def test_copies_and_pickles_serve_their_own_module():
     model = nn.Sequential(LlamaNorm())
     bound(model[0])
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        replacement = copied[0].__dict__["forward"]
+        replacement = copied[0].__dict__["forward"].__self__
         assert isinstance(replacement, NormForward)
         assert replacement.module is copied[0]
         with torch.no_grad():

@@ -151,11 +151,11 @@ def test_instances_call_rope_and_nothing_else_changes(launches):
 
 def test_instances_of_a_class_share_one_function():
     first, second = bound(Model(Attention(), Attention()))
-    assert first.replacement.__func__ is second.replacement.__func__
-    function = first.replacement.__self__.function
-    assert function is second.replacement.__self__.function
+    assert first.bound.__func__ is second.bound.__func__
+    function = first.replacement.function
+    assert function is second.replacement.function
     (inherited,) = bound(Model(Inheriting()))
-    assert inherited.replacement.__self__.function is function
+    assert inherited.replacement.function is function
     assert len(chain(function)) == 2
 
 

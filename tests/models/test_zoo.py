@@ -126,4 +126,5 @@ def test_the_table_survives_what_happens_to_one_type(tmp_path):
     assert "| llama | LlamaForCausalLM | fused loss, RMSNorm, add + norm, SwiGLU, rotary | same |" in text
     assert "not built: drafts" in text
     assert "no such type" in text
+    assert "See also [models" in text
     assert sys.executable not in text

@@ -324,6 +324,21 @@ def test_groups_without_a_token_that_counts(name, config, mode):
     assert not any(g.any() for g in torch.autograd.grad(loss, (inputs[0], inputs[1], inputs[4])))
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize("empty", [slice(0, 2), slice(4, 6), slice(2, 6)])
+def test_terms_of_groups_without_a_token_are_in_every_slab(mode, empty):
+    """Also where those groups are all that is left behind slabs that are full."""
+    inputs = inputs_of(12, 64)
+    inputs[2].fill_(5).view(2, 6, 64)[:, empty] = -100
+    options = {"ways": 2, "length": 64, "compact": mode}
+    loss, _ = call(*inputs, implementation="group_slabs", config={"slab_rows": 128, "sums": "input"}, **options)
+    exact = wide(inputs)
+    right = OP.reference(*exact, **options)[0]
+    torch.testing.assert_close(loss.double(), right)
+    for a, b in zip(torch.autograd.grad(loss, inputs[:2]), torch.autograd.grad(right, exact[:2]), strict=True):
+        assert error(a, b) < 2e-6
+
+
 @pytest.mark.parametrize("option", ["settings", "softcap", "scale", "ways", "function"])
 def test_every_option_counts(option):
     inputs = inputs_of()

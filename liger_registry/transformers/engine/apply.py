@@ -27,10 +27,12 @@ class Applied:
 
     Attributes:
         report: what was applied where, and what was not and why.
+        left_out: the operations that were not looked for.
     """
 
-    def __init__(self, model: nn.Module, report: Report) -> None:
+    def __init__(self, model: nn.Module, report: Report, left_out: Iterable[str] = ()) -> None:
         self.report = report
+        self.left_out = frozenset(left_out)
         self._model = model
         self._bindings: list[Binding] = []
 
@@ -122,7 +124,7 @@ def apply(
     enabled = {op: asked.get(op) is not False for op in {*known.ops, *asked}}
     if cross_entropy and fused_linear_cross_entropy is None:
         enabled["fused_linear_cross_entropy"] = False
-    applied = Applied(model, Report(type(model).__name__))
+    applied = Applied(model, Report(type(model).__name__), (op for op in enabled if not enabled[op]))
     orphans = [op for op in asked if enabled[op] and op not in known.ops]
     applied.add(Row(op, "", False, "no installed adapter looks for it", type(model).__name__) for op in orphans)
     try:

@@ -86,9 +86,6 @@ class Evaluator:
     def _constant(self, node: ast.Constant, frame: Frame) -> Value:
         return Known(node.value)
 
-    def _joinedstr(self, node: ast.JoinedStr, frame: Frame) -> Value:
-        return Known("")
-
     def _name(self, node: ast.Name, frame: Frame) -> Value:
         if node.id in frame.names:
             return frame.names[node.id]

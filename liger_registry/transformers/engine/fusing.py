@@ -22,7 +22,7 @@ def norm_of(norm: object) -> NormForward | None:
         return None
     if calling._global_backward_hooks or calling._global_backward_pre_hooks:
         return None
-    forward = getattr(norm.forward, "__self__", norm.forward)  # bound as it is, or its method
+    forward = getattr(norm.forward, "__self__", None)
     return forward if type(forward) is NormForward and forward.formula.op == "rms_norm" else None
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -295,7 +296,7 @@ def bind_products(
     yield Row(op, path, False, reason, kind)
 
 
-_mults: dict[Any, bool] = {}
+_mults: weakref.WeakKeyDictionary[CodeType, bool] = weakref.WeakKeyDictionary()
 
 
 def _multiplies(function: FunctionType) -> bool:

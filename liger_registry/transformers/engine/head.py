@@ -25,6 +25,7 @@ from liger_registry.transformers.engine.requests import take
 
 FUSED, PLAIN_LOSS = "fused_linear_cross_entropy", "cross_entropy"
 _HOW = "a linear output head; its logits are left out where a loss is all that is made of them"
+_COMPILED = ", but not in compiled code, since the model makes its CrossEntropyLoss in each call"
 _INFRA = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # FakeTensor's, proxies', functionalisation's
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -145,14 +146,24 @@ def find_head(model: nn.Module, *, fused_linear_cross_entropy: bool, cross_entro
         if reason or attribute is None or not isinstance(head, nn.Linear):
             found.append(Row(FUSED, name, False, reason, type(head).__name__))
             continue
-        # Dynamo has a way of its own with this class, where it is made in the graph, which takes tensors alone.
-        traceable = not any(code_names(type(owner).forward, "CrossEntropyLoss") for owner in theirs)
-        bound = LogitsHead(head, name, counts, theirs[0], traceable)
-        found.append(Binding(FUSED, name, head, attribute, bound, _HOW))
+        criterion = any(_makes_criterion(type(owner)) for owner in theirs)
+        bound = LogitsHead(head, name, counts, theirs[0], traceable=not criterion)
+        found.append(Binding(FUSED, name, head, attribute, bound, _HOW + _COMPILED if criterion else _HOW))
         fused = True
     if cross_entropy and not fused:
         found += find_losses(owners, names)
     return found
+
+
+def _makes_criterion(kind: type) -> bool:
+    """Whether a model makes a ``CrossEntropyLoss`` in a method of its own, and not once in its construction.
+
+    Dynamo has a way of its own with this class where it is made in the graph, which takes tensors alone.
+    """
+    methods: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        methods.update(vars(base))  # what is overridden does not run
+    return any(callable(m) and name != "__init__" and code_names(m, "CrossEntropyLoss") for name, m in methods.items())
 
 
 def _owners(model: nn.Module) -> Iterator[nn.Module]:

@@ -20,8 +20,9 @@ from liger_registry.transformers.engine.late import Stamp
 from liger_registry.transformers.engine.recording import Node
 from liger_registry.transformers.engine.requests import Request, ask
 
-# Fewer rows than this share of all are computed alone: the last token of a prompt, a chunk of an entropy.
-_PART = 0.5
+# Fewer rows than this share of all are computed alone: the last token of a prompt, a chunk of an entropy. All parts
+# together may come to so many times the whole, which chunk after chunk would not need; after that it is computed.
+_PART, _TIMES = 0.5, 2.0
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
@@ -86,6 +87,8 @@ class HeadCall:
         self.used = False
         self._logits: Tensor | None = None
         self._parts = 0
+        #: The part that was computed last, and the node it is for: chunks one after the other take the memory of one.
+        self._last: tuple[weakref.ref[Node], Tensor] | None = None
         # Values may be asked for below autograd or autocast, where calls are not what they are for a user.
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
@@ -101,10 +104,15 @@ class HeadCall:
         Raises:
             LateReadError: the weights have changed since the call.
         """
-        if node.value is None:
-            node.value = self._part(node)
-        if node.value is None:
-            node.value = self._repeated(node)
+        if node.value is not None:
+            return node.value
+        if self._last is not None and self._last[0]() is node:
+            return self._last[1]
+        part = self._part(node)
+        if part is not None:
+            self._last = weakref.ref(node), part
+            return part
+        node.value = self._repeated(node)
         return node.value
 
     def _repeated(self, node: Node) -> Tensor:
@@ -187,10 +195,10 @@ class HeadCall:
         folded = fold(node, self.hidden.detach(), self.dtype)
         if folded is None:
             return None
-        width, rows = self.hidden.shape[-1], folded.rows.numel()
-        self._parts += rows
-        if self._parts > self.hidden.numel() * _PART or not width:
+        rows, whole = folded.rows.numel(), self.hidden.numel()
+        if not rows or rows > whole * _PART or self._parts + rows > whole * _TIMES:
             return None
+        self._parts += rows
         part = repeat_elementwise(node, self.compute(folded.rows.movedim(folded.classes, -1)))
         return part.movedim(-1, folded.classes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from liger_registry.transformers.engine.calls import FLOATING, call, reference, 
 from liger_registry.transformers.engine.gating import GatedForward, GatedProduct, bind_products
 from liger_registry.transformers.engine.probe import CannotStandIn, confirm, difference, differs_in, inputs, stand_in
 from liger_registry.transformers.engine.reading import Unreadable
+from liger_registry.transformers.engine.rebuild import Shared
 from liger_registry.transformers.engine.report import Row
 
 Tensor = torch.Tensor
@@ -84,25 +86,21 @@ def _squared(path: str, module: nn.Module, enabled: Enabled) -> Iterator[Binding
         yield Binding("relu_squared", path, module, where, SquaredForward(module), "relu(x) ** 2")
 
 
-_probed: dict[object, str] = {}
+_probed: Shared[str] = Shared()
 
 
 def confirmed(module: nn.Module, method: str, product: GatedProduct) -> str:
     """Whether a rebuilt method does on random numbers what the method does; asked once for each class."""
     layers = tuple((name, type(child)) for name, child in module.named_children())
-    key = (
-        type(module),
-        getattr(type(module), method),
-        product.op,
-        tuple(product.options.items()),
-        product.kind,
-        layers,
-    )
-    if key not in _probed:
+    function = weakref.ref(getattr(type(module), method))
+    key = (function, product.op, tuple(product.options.items()), product.kind, layers)
+
+    def probe() -> str:
         plain = copy.copy(product)
         plain.operate = reference
-        _probed[key] = _compared(module, method, plain)
-    return _probed[key]
+        return _compared(module, method, plain)
+
+    return _probed.get_or_make(type(module), key, probe)
 
 
 def _compared(module: nn.Module, method: str, product: GatedProduct) -> str:

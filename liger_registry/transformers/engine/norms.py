@@ -33,6 +33,7 @@ from liger_registry.transformers.engine.expressions import Expr, add, brief, cas
 from liger_registry.transformers.engine.matching import Holes, hole, match
 from liger_registry.transformers.engine.probe import confirm
 from liger_registry.transformers.engine.reading import Reading, Unreadable, read_method
+from liger_registry.transformers.engine.rebuild import Shared
 from liger_registry.transformers.engine.report import Row
 from liger_registry.transformers.engine.rounding import Unrounded, normalised, rounded, standardised
 
@@ -204,7 +205,7 @@ def _named_norm(module: nn.Module) -> bool:
 
 # -- formulas --------------------------------------------------------------------------------------------------------
 
-_known: dict[object, Formula | str] = {}
+_known: Shared[Formula | str] = Shared()
 
 
 def formula_of(module: nn.Module) -> Formula:
@@ -214,16 +215,17 @@ def formula_of(module: nn.Module) -> Formula:
         Unreadable: it computes none; the reason says what instead.
     """
     reading = read_method(module)
-    key = (type(module).__name__, reading)
-    if key not in _known:
-        try:
-            _known[key] = _formula(reading, type(module).__name__)
-        except Unreadable as error:
-            _known[key] = error.reason
-    found = _known[key]
+    found = _known.get_or_make(type(module), reading, lambda: _formula_or_reason(reading, type(module).__name__))
     if isinstance(found, str):
         raise Unreadable(found)
     return found
+
+
+def _formula_or_reason(reading: Reading, name: str) -> Formula | str:
+    try:
+        return _formula(reading, name)
+    except Unreadable as error:
+        return error.reason
 
 
 def _formula(reading: Reading, name: str) -> Formula:
@@ -347,16 +349,17 @@ def _confirmed(module: nn.Module, formula: Formula) -> str:
     """Whether the operation does on random numbers what the class does; asked once for each class and formula."""
     weight = formula.weight_of(module)
     width = formula.width or (41 if weight is None else weight.shape[-1])
-    key = (type(module), formula, width)
-    if key not in _probed:
+
+    def probe() -> str:
         served = {pair for pair, _ in formula.castings}
         dtypes = [d for d in FLOATING[:2] if (d, None if weight is None else d) in served]
         bound = functools.partial(NormForward, formula=formula, operate=reference)
-        _probed[key] = confirm(module, bound, lambda made: _shape(made, formula, width), dtypes)
-    return _probed[key]
+        return confirm(module, bound, lambda made: _shape(made, formula, width), dtypes)
+
+    return _probed.get_or_make(type(module), (formula, width), probe)
 
 
-_probed: dict[object, str] = {}
+_probed: Shared[str] = Shared()
 
 
 def _shape(made: nn.Module, formula: Formula, width: int) -> tuple[int, int, int]:

@@ -115,6 +115,5 @@ def find_losses(owners: Sequence[Any], names: Mapping[int, str]) -> list[Binding
 
 def code_names(function: Callable[..., Any], name: str) -> bool:
     """Whether the code of a function, below its decorators, or of one inside of it, names something so."""
-
     inner = inspect.unwrap(function)
     return isinstance(inner, FunctionType) and name in global_names(inner)

@@ -14,8 +14,6 @@ from torch import nn
 from liger_registry.transformers.engine.calls import float_dtype
 
 _TOKENS = (8, 1024)  # few; and many, for code that works on windows of the sequence
-
-
 _MOST = 200  # calls tried, of a millisecond each
 _HIDDEN = ("hidden_states", "residual", "q_resid")
 

@@ -72,7 +72,8 @@ def read_method(module: nn.Module, name: str = "forward", symbols: Collection[st
         Unreadable: it is not understood.
     """
     function = getattr(type(module), name, None)
-    known = _methods.setdefault(type(module), {}).setdefault((name, function, frozenset(symbols)), [])
+    own = weakref.ref(function) if isinstance(function, FunctionType) else function  # it may know its class
+    known = _methods.setdefault(type(module), {}).setdefault((name, own, frozenset(symbols)), [])
     for read, outcome in known:
         if all(_same(module, path, value) for path, value in read):
             if isinstance(outcome, Unreadable):

@@ -115,14 +115,17 @@ def global_names(function: FunctionType) -> list[str]:
 
 
 class Shared(Generic[T]):
-    """Values by function and key, forgotten with the function: what is rebuilt once is used by all instances."""
+    """Values by function or class, and key, forgotten with it: what is made once serves all instances.
+
+    Neither a value nor a key may hold the function or class, or neither would ever be forgotten.
+    """
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[Function, dict[object, T]] = weakref.WeakKeyDictionary()
 
-    def get_or_make(self, function: Function, key: object, make: Callable[[], T]) -> T:
-        """The value for this function and key; made, and kept, if there is none."""
-        known = self._of.setdefault(function, {})
+    def get_or_make(self, owner: Function, key: object, make: Callable[[], T]) -> T:
+        """The value for this function or class, and key; made, and kept, if there is none."""
+        known = self._of.setdefault(owner, {})
         if key not in known:
             known[key] = make()
         return known[key]

@@ -16,9 +16,7 @@ class Rebuilt:
     """A method of one module, built again; an object of its own, so that it copies and pickles with the module.
 
     The function itself belongs to the class of the module and is found again from it: copies share it, and after
-    unpickling it is made from the code that is there then. What is bound is the method ``call``: compiled code is
-    guarded by the function of a bound method, which all layers share, and by the very object of any other callable, so
-    that layers that are compiled one by one would each be compiled anew.
+    unpickling it is made from the code that is there then.
 
     Args:
         module: whose method it is.
@@ -34,7 +32,7 @@ class Rebuilt:
         """The function for this module's class; the class's own if there is none."""
         raise NotImplementedError
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Call it on the module."""
         return self.function(self.module, *args, **kwargs)
 
@@ -65,7 +63,7 @@ def rebound(op: str, path: str, made: type[Rebuilt], module: nn.Module, method: 
     if attribute is None:
         return Row(op, path, False, f"{kind}.{method} was replaced by somebody else", kind)
     try:
-        return Binding(op, path, module, attribute, made(module, method).call, how)
+        return Binding(op, path, module, attribute, made(module, method), how)
     except CannotRebuild as error:
         return Row(op, path, False, error.reason, kind)
 

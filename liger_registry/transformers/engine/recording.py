@@ -166,8 +166,6 @@ def _index(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argumen
     return (args[0], args[1].clone()), {}
 
 
-#: The types of tensors that an operation may read besides the logits.
-
 _ACCEPTS: dict[Any, Callable[[Node, tuple[Any, ...], dict[str, Any]], Arguments | None]] = {
     **dict.fromkeys(
         (

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_registry.transformers.engine.calls import call, takes
-from liger_registry.transformers.engine.rebuild import Shared
 from liger_registry.transformers.engine.rotations import Case, NotRotary, Rotation, example, gathered, recognise
 
 Tensor = torch.Tensor
@@ -164,7 +163,8 @@ def _fits(ready: Ready, rotation: Rotation) -> bool:
     return width == q.shape[-1] or (rotation.pairs.partial and width < q.shape[-1])
 
 
-_turned: Shared[Turned | NotRotary] = Shared()
+# What holds its function stays with it; there are as many as modeling files were loaded.
+_turned: dict[Callable[..., Any], Turned | str] = {}
 
 
 def turned(function: Callable[..., Any]) -> Turned:
@@ -173,16 +173,14 @@ def turned(function: Callable[..., Any]) -> Turned:
     Raises:
         NotRotary: ``rope`` does not compute what it computes, or a first call gave something else.
     """
-
-    def make() -> Turned | NotRotary:
+    if function not in _turned:
         try:
-            return _confirmed(Turned(function, recognise(function)))
+            _turned[function] = _confirmed(Turned(function, recognise(function)))
         except NotRotary as error:
-            return error
-
-    found = _turned.get_or_make(function, None, make)
-    if isinstance(found, NotRotary):
-        raise NotRotary(found.reason)
+            _turned[function] = error.reason
+    found = _turned[function]
+    if isinstance(found, str):
+        raise NotRotary(found)
     return found
 
 

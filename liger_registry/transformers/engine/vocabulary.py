@@ -187,10 +187,6 @@ def _to(args: Args, kwargs: Kwargs) -> Expr:
     return x
 
 
-def _clamp(x: Expr, low: Expr, high: Expr) -> Expr:
-    return Expr("clamp", (x, low, high))
-
-
 def _dropout(x: Expr, p: Expr, training: Expr) -> Expr:
     return x if number(p) == 0 or training == const(False) else Expr("dropout", (x, p, training))
 
@@ -253,7 +249,6 @@ _BUILDS: dict[str, Callable[..., Expr]] = {
     "mul": mul,
     "div": _plain(div, None),
     "neg": neg,
-    "clamp": _clamp,
     "dropout": _dropout,
     "split": _split,
     "chunk": _chunk,
