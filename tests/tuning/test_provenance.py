@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 from dataclasses import replace
 
 import planted
@@ -12,7 +13,6 @@ from liger_registry.config import Config, ConfigSpace
 from liger_registry.device import Device
 from liger_registry.store import TableStore
 from liger_registry.table import Choice, Sample
-from liger_registry.tuning import lock as lock_module
 from liger_registry.tuning import provenance
 from liger_registry.tuning.tuner import tune
 
@@ -23,7 +23,7 @@ ABOUT = {"torch": provenance.torch.__version__}
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     planted.reset()
     return TableStore(tmp_path / "tables")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import planted
@@ -12,7 +13,6 @@ from liger_registry.device import Device
 from liger_registry.problem import BACKWARD
 from liger_registry.store import TableStore
 from liger_registry.table import PARTLY, Choice
-from liger_registry.tuning import lock as lock_module
 from liger_registry.tuning.tuner import tune
 
 CPU = Device.parse("cpu")
@@ -33,7 +33,7 @@ RIGHT = planted.implementation(
 
 @pytest.fixture(autouse=True)
 def _own_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     planted.reset()
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ PROTOCOL = "cpu-clock-1"
 @pytest.fixture(autouse=True)
 def _own_locks(tmp_path, monkeypatch):
     """Tests must not wait for one another's tuners."""
-    monkeypatch.setattr(lock_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     planted.reset()
 
 
@@ -389,7 +390,7 @@ def test_a_worker_that_cannot_start_is_named(store):
 
 
 def _hold(directory, ready, release):
-    lock_module.tempfile.gettempdir = lambda: directory
+    tempfile.gettempdir = lambda: directory
     with lock_module.device_lock("cpu"):
         ready.set()
         release.wait(60)

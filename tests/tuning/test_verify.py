@@ -54,13 +54,14 @@ def test_wrong_in_the_last_rows_tail_alone():
         ("out_of_bounds", "or beside them"),
         ("random_bits", "second run gives other bits"),
         ("dense_weight", "finite"),
-        ("dirty_scratch", "finite"),
+        # Which of the two it is depends on what the allocator hands out.
+        ("dirty_scratch", "finite|second run gives other bits"),
     ],
 )
 def test_faults_are_found_and_named(name, says):
     found = check(planted.FAULTY[name])
     assert not found.passed
-    assert says in found.detail
+    assert any(text in found.detail for text in says.split("|"))
 
 
 @pytest.mark.parametrize(

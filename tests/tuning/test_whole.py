@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import planted
@@ -14,7 +15,6 @@ from liger_registry.device import Device
 from liger_registry.problem import BACKWARD, FORWARD, Problem
 from liger_registry.store import TableStore
 from liger_registry.table import Choice
-from liger_registry.tuning import lock as lock_module
 from liger_registry.tuning import whole
 from liger_registry.tuning.arguments import Arguments
 from liger_registry.tuning.tuner import tune
@@ -168,7 +168,7 @@ def test_rms_norm(phase, weight):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     planted.reset()
     return TableStore(tmp_path / "tables")
 
