@@ -81,7 +81,9 @@ def compiled(rows):
 def test_every_config_compiles_and_fits(device, widths):
     rows = compile_verb("--all", "--device", device, "qwen3-0.6b", widths[0], timeout=9900)
     check(rows, {ARCHITECTURES[device]})
-    assert compiled(rows) == with_kernels(Device.parse(device).vendor)
+    # Rows of these models are too narrow for several programs to share one of a norm's.
+    kernels = with_kernels(Device.parse(device).vendor)
+    assert kernels - compiled(rows) <= {(op, phase, name) for op, phase, name in kernels if op in NORMS}
 
 
 @pytest.mark.slow
@@ -92,6 +94,7 @@ def test_every_config_of_a_norm_compiles_and_fits_at_every_width(device, widths)
     rows = compile_verb("--all", "--device", device, *names, *widths, timeout=9900)
     check(rows, {ARCHITECTURES[device]})
     assert {row["problem"]["dims"]["hidden"] for row in rows} == set(WIDTHS)
+    assert compiled(rows) == {found for found in with_kernels(Device.parse(device).vendor) if found[0] in NORMS}
 
 
 # One config at least of every implementation on every device, of which there are some 240.

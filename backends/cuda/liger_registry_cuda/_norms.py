@@ -7,7 +7,9 @@ from functools import partial
 from liger_registry import Capability, ConfigSpace, Implementation
 from liger_registry.kernels import norm_heuristics as h
 
-_ROW = h.constrain_row(ConfigSpace(num_warps=[1, 2, 4, 8, 16, 32], programs_per_unit=[0, 1, 2, 4], num_stages=[1, 3]))
+_ROW = h.constrain_row(
+    ConfigSpace(num_warps=[1, 2, 4, 8, 16, 32], programs_per_unit=[0, 1, 2, 4, 8], num_stages=[1, 2, 3])
+)
 _MULTI_ROW = h.constrain_multi_row(
     ConfigSpace(block_rows=[2, 4, 8, 16, 32, 64], num_warps=[4, 8], programs_per_unit=[0, 2, 8], num_stages=[1, 3])
 )
