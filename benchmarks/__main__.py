@@ -20,8 +20,8 @@ app = typer.Typer(
 )
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the results go.")]
-Where = Annotated[str, typer.Option(metavar="DEVICE", help="cuda, cuda:1 or cpu; the GPU if there is one.")]
-Scale = Annotated[str, typer.Option(metavar="SCALE", help="full, or tiny for a CPU.")]
+Where = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu; the GPU if there is one.")]
+Scale = Annotated[str, typer.Option("--scale", metavar="SCALE", help="full, or tiny for a CPU.")]
 OUT = Path("bench-results")
 
 
@@ -55,7 +55,7 @@ def _told(run: Callable[[], Any]) -> Any:
 def kernels_command(
     only: Annotated[list[str] | None, typer.Option(metavar="OP", help="Operations, or parts of rows' names.")] = None,
     out: Out = OUT,
-    peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="These candidates alone.")] = None,
+    peer: Annotated[list[str] | None, typer.Option("--peer", metavar="PEER", help="These candidates alone.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile too; it takes minutes.")] = False,
     other: Annotated[str, typer.Option(metavar="DEVICE", help="The GPU whose choices are tried here.")] = "a100",
     models: Annotated[bool, typer.Option(help="The sizes of models too.")] = True,
@@ -110,7 +110,7 @@ def host_command(
 
 @app.command("preference")
 def preference_command(
-    loss: Annotated[list[str] | None, typer.Option(metavar="LOSS", help="These losses alone.")] = None,
+    loss: Annotated[list[str] | None, typer.Option("--loss", metavar="LOSS", help="These losses alone.")] = None,
     ignored: Annotated[list[float] | None, typer.Option(help="Parts of the tokens that do not count.")] = None,
     out: Out = OUT,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each candidate.")] = 10,
@@ -128,8 +128,10 @@ def preference_command(
 
 @app.command("train")
 def train_command(
-    model: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="These models alone.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(metavar="MODE", help="hf, liger, ours, compile ...")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", metavar="MODEL", help="These models alone.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", metavar="MODE", help="hf, liger, ours, compile ...")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All modes, those that compile a patched model too.")] = False,
     out: Out = OUT,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 6,

@@ -31,10 +31,12 @@ _BATCH = 256
 def compile_configs(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=_problems.MODELS_HELP)] = None,
     device: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE", help=f"Devices; by default {','.join(DEVICES)}.")
+        list[str] | None, typer.Option("--device", metavar="DEVICE", help=f"Devices; by default {','.join(DEVICES)}.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help="Instead of each model's own.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Instead of each model's own.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every config; the default.")] = False,
     sample: Annotated[
         int | None, typer.Option(metavar="N", help="N configs in all, spread evenly, the same every time.")

@@ -18,21 +18,23 @@ def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help="The operation, such as rms_norm.")],
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Dtype of all tensors, or of one as weight=float32; none: absent."),
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="Dtype of all tensors, or of one as weight=float32; none: absent."
+        ),
     ] = None,
     dim: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="A size; --NAME N is the same.")] = None,
     flag: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the operation; --NAME VALUE too.")
     ] = None,
     phase: Annotated[
-        str | None, typer.Option(metavar="PHASE", help="forward, backward or scheme; all by default.")
+        str | None, typer.Option("--phase", metavar="PHASE", help="forward, backward or scheme; all by default.")
     ] = None,
     needs: Annotated[
         list[str] | None, typer.Option(metavar="INPUT", help="Inputs that need a gradient; by default all.")
     ] = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="Weights need no gradient, as with LoRA.")] = False,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="Such as h100 or cpu; by default the one present.")
+        str | None, typer.Option("--device", metavar="DEVICE", help="Such as h100 or cpu; by default the one present.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

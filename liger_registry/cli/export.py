@@ -12,9 +12,10 @@ from liger_registry.cli import _render, _report
 
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, or an existing directory.")],
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations.")] = None,
     device: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda.")
+        list[str] | None,
+        typer.Option("--device", metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all-stores", help="Cluster and shipped tables too.")] = False,
     decisions: Annotated[bool, typer.Option("--decisions-only", help="Leave the samples out.")] = False,

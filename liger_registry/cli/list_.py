@@ -12,13 +12,15 @@ STORES = ("user", "cluster", "shipped")
 
 
 def list_decisions(
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations.")] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda; all by default."),
+        typer.Option(
+            "--device", metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda; all by default."
+        ),
     ] = None,
     store: Annotated[
-        list[str] | None, typer.Option(metavar="STORE", help=f"Only these stores: {', '.join(STORES)}.")
+        list[str] | None, typer.Option("--store", metavar="STORE", help=f"Only these stores: {', '.join(STORES)}.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -12,7 +12,7 @@ from liger_registry.cli import _render
 
 def new_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The distribution's name, such as fast-rms-norm.")],
-    op: Annotated[str, typer.Option(metavar="OP", help="rms_norm, softmax or relu_squared.")] = "rms_norm",
+    op: Annotated[str, typer.Option("--op", metavar="OP", help="rms_norm, softmax or relu_squared.")] = "rms_norm",
     directory: Annotated[Path, typer.Option(metavar="DIR", help="Where its directory is made.")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -16,8 +16,10 @@ def prune(
     older: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help="Also what is older: 90d, 12w, 2026-01-31.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations' tables.")] = None,
-    device: Annotated[list[str] | None, typer.Option(metavar="DEVICE", help="Only these devices' tables.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations' tables.")] = None,
+    device: Annotated[
+        list[str] | None, typer.Option("--device", metavar="DEVICE", help="Only these devices' tables.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

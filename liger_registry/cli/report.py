@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 def report(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations.")] = None,
     device: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda.")
+        list[str] | None,
+        typer.Option("--device", metavar="DEVICE", help="Only these devices, such as h200-132, h200 or cuda."),
     ] = None,
     copy_rate: Annotated[
         list[str] | None,

@@ -39,12 +39,15 @@ def verify(
         list[str] | None, typer.Option(metavar="NAME", help="Only these, by name or vendor:name.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cuda:1, cpu or interpreter; by default the one present.")
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="cuda:1, cpu or interpreter; by default the one present."),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="Whose sizes; model directories or presets.")
+        list[str] | None, typer.Option("--model", metavar="MODEL", help="Whose sizes; model directories or presets.")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help="By default bfloat16 and float32.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="By default bfloat16 and float32.")
+    ] = None,
     configs: Annotated[int, typer.Option(metavar="N", help="Configs an implementation, the heuristic's first.")] = 3,
     seed: Annotated[int, typer.Option(help="Fixes the inputs.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

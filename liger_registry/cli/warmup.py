@@ -35,11 +35,16 @@ def warmup(
         list[str] | None, typer.Option(metavar="N", help="Batch sizes; repeat, or separate by commas.")
     ] = None,
     seq: Annotated[list[str] | None, typer.Option(metavar="N", help="Sequence lengths, likewise.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help="Instead of each model's own.")] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cuda:1, cpu or interpreter; by default the GPU, else the CPU.")
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Instead of each model's own.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(metavar="OP", help="Only these operations.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="DEVICE", help="cuda:1, cpu or interpreter; by default the GPU, else the CPU."
+        ),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP", help="Only these operations.")] = None,
     misses: Annotated[
         bool, typer.Option("--from-misses", help="What real runs asked for and no table answered.")
     ] = False,
