@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 #: Rows of the smallest slab that keeps a GPU's matrix products at full rate: 2,048 x 4,096 are two waves of tiles of
 #: 128 x 256 on 132 units.
 LEAST_ROWS = 2048
-#: A gradient that is summed over slabs in 16 bits is rounded once a slab. Four slabs cost it 1.3 times eager's error,
-#: eight 1.75 to 2 times (N 8192, H 512, V 32000).
+#: A gradient that is summed over slabs in 16 bits is rounded once a slab. Four slabs cost it 1.6 times eager's error on
+#: an H200, eight 1.75 to 2 times (N 8192, H 512, V 32000): the square root of the sum of the parts done so far.
 MOST_ROUNDINGS = 4
+#: Bytes of a slab that are worth fewer roundings: 2,048 rows of 128,256 columns in 16 bits take 501 MiB. Of 32,000
+#: columns they hold 8,192 rows.
+USUAL_BYTES = 512 << 20
 SLAB_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 VOCAB_SLABS = (1, 2, 4, 8, 16, 32, 64)
 #: Columns of a slab of the vocabulary from which more do not make a product faster.
@@ -65,6 +68,14 @@ def pitch(columns: int) -> int:
 def default_rows(tokens: int) -> int:
     """Rows of a slab: no fewer than keep the products at full rate, and no more than four slabs."""
     return max(LEAST_ROWS, -(-tokens // MOST_ROUNDINGS))
+
+
+def usual_rows(problem: Problem) -> int:
+    """Rows of the slab of a loss whose head's gradient is summed over slabs: more than the default of few columns."""
+    row = pitch(int(problem.vocab)) * size_of(problem.dtypes["hidden"])
+    return max(
+        default_rows(int(problem.tokens)), *(n for n in SLAB_ROWS if n == SLAB_ROWS[0] or n * row <= USUAL_BYTES)
+    )
 
 
 def slab_columns(vocab: int, slabs: int) -> int:
@@ -131,7 +142,7 @@ def row_budget(problem: Problem) -> int:
 
     It is a power of two, because a key knows budgets by theirs.
     """
-    return _power(max(row_slab_bytes(problem, default_rows(int(problem.tokens))), _vocab_default(problem)))
+    return _power(max(row_slab_bytes(problem, usual_rows(problem)), _vocab_default(problem)))
 
 
 def vocab_budget(problem: Problem) -> int:

@@ -44,7 +44,7 @@ def _rows(problem: Problem, config: Config) -> int:
 
 def _chunk_heuristic(problem: Problem, device: Device) -> Config:
     """The default slab, or the largest below it within the budget; summed in fp32 only where it has to be."""
-    most = h.default_rows(int(problem.tokens))
+    most = h.usual_rows(problem)
     found = [
         config
         for rows in reversed(h.SLAB_ROWS)
