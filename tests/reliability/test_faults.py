@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from faults import FAULTS, every_plant
 from planting import place_of, planted
 
@@ -13,6 +14,8 @@ from liger_registry import registry
 from liger_registry.config import Config
 from liger_registry.device import Device
 from liger_registry.problem import BACKWARD, FORWARD
+from liger_registry.tuning import whole
+from liger_registry.tuning.arguments import Arguments
 from liger_registry.tuning.case_cache import CaseCache
 from liger_registry.tuning.odd import problems_for
 from liger_registry.tuning.verify import verify
@@ -104,6 +107,52 @@ def test_every_planted_fault_is_caught_with_every_flag(name: str, scheme: str, p
     found = count(name, scheme, phase, dtype, every=True)
     print(f"{name}/{scheme}/{phase} in {dtype}: {found}")
     assert found.missed == []
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "scheme", "phase"),
+    [
+        ("cross_entropy", "default", FORWARD),
+        ("cross_entropy", "default", BACKWARD),
+        ("fused_add_rms_norm", "default", FORWARD),
+        ("fused_add_rms_norm", "default", BACKWARD),
+        ("fused_linear_cross_entropy", "recompute", FORWARD),
+        ("group_norm", "default", FORWARD),
+        ("group_norm", "default", BACKWARD),
+        ("linear_logp", "recompute", FORWARD),
+        ("logit_statistics", "default", FORWARD),
+        ("rms_norm", "default", FORWARD),
+        ("rms_norm", "default", BACKWARD),
+        ("softmax", "default", BACKWARD),
+    ],
+)
+def test_sums_in_bf16_at_wide_rows(name: str, scheme: str, phase: str):
+    op = registry.op(name)
+    pure = [p for p in problems_for(op, scheme, phase) if set(p.dtypes.values()) <= {"bfloat16", "none"}]
+    problem = max(pure, key=lambda p: max(p.dims.values()))
+    assert max(problem.dims.values()) >= WIDE
+    planted_here = [item for _, _, item in every_plant(op, problem, ("narrow_sums",))]
+    assert planted_here
+    for item in planted_here:
+        assert not verify(op, item, Config(), problem, CPU, "cpu").passed
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
+def test_sums_in_bf16_over_many_rows(name: str, monkeypatch: pytest.MonkeyPatch):
+    """At a problem's own sizes, with every element compared, as on a GPU."""
+    monkeypatch.setattr(whole, "SLOW_S", float("inf"))
+    op, (problem,) = registry.op(name), problems_of(name, "default", BACKWARD, "bfloat16")
+    tall = problem.having(rows=4096)
+    arguments = Arguments.of(op, tall, torch.device("cpu"))
+    right = planted(place_of(op, tall), "right", place_of(op, tall).right)
+    found = whole.verify_whole(op, right, Config(), tall, CPU, arguments)
+    assert found.passed, found.detail
+    planted_here = [item for _, _, item in every_plant(op, tall, ("narrow_sums",))]
+    assert planted_here
+    for item in planted_here:
+        assert "grad_weight" in whole.verify_whole(op, item, Config(), tall, CPU, arguments).detail
 
 
 def test_every_fault_has_a_place():
