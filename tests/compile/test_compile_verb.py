@@ -39,18 +39,17 @@ def test_a_sample_compiles_and_says_what_it_needs(tmp_path: Path) -> None:
 def test_a_config_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    import liger_registry.compile
-    import liger_registry.compile_pool
     from liger_registry import runtime
     from liger_registry.cli import app
     from liger_registry.compile import Compiled
+    from liger_registry.compile_pool import CompilePool
 
-    def much(records: list[object], *_: object) -> list[Compiled]:
+    def much(pool: CompilePool, records: list[object], *_: object) -> list[Compiled]:
         return [Compiled("m:_forward", 255, 9, 300_000, 128, 1000, "hash") for _ in records]
 
     monkeypatch.setenv("LIGER_TUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(runtime, "registry", runtime.Registry())
-    monkeypatch.setattr(liger_registry.compile_pool, "compile_many", much)
+    monkeypatch.setattr(CompilePool, "compile", much)
     result = CliRunner().invoke(
         app, ["compile", "qwen3-0.6b", "--op", "rms_norm", "--device", "h100", "--sample", "2", "--details"]
     )
