@@ -24,7 +24,7 @@ from liger_registry.errors import (
     UnsupportedDtypeError,
     UnsupportedOptionError,
 )
-from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem, bucket
+from liger_registry.problem import BACKWARD, FORWARD, SCHEME, Problem, bucket, budget_class
 
 if TYPE_CHECKING:
     import torch
@@ -202,14 +202,14 @@ class Op:
             phase: ``forward``, ``backward`` or ``scheme``.
             scheme: the scheme, except in phase ``scheme``.
             needs: for backward, scheme and a forward that computes gradients, which differentiable inputs need one.
-            budget: the memory budget in bytes, which enters as its log2 class, rounded down.
+            budget: the memory budget in bytes, which enters as its ``budget_class``.
         """
         dims = {n: bucket(v) if self.dims[n] is DimKind.BUCKET else v for n, v in description.dims.items()}  # type: ignore[arg-type]
         flags: dict[str, Scalar] = dict(description.flags)
         if self.takes_needs(phase, scheme):
             flags["needs"] = ",".join(n for n, need in zip(self.differentiable, needs, strict=True) if need)
         if budget is not None:
-            flags["budget"] = 1 << max(budget.bit_length() - 1, 0)
+            flags["budget"] = budget_class(budget)
         return Problem(
             self.name, "" if phase == SCHEME else scheme, phase, Fields(dims), description.dtypes, Fields(flags)
         )

@@ -23,6 +23,15 @@ def bucket(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
+def budget_class(budget: int) -> int:
+    """What a key knows of a memory budget: quarters of powers of two, rounded down: 300 -> 256, 330 -> 320, 700 -> 640.
+
+    Powers of two alone would halve the slab of whoever asks for a byte less than the next one.
+    """
+    step = 1 << max(budget.bit_length() - 3, 0)
+    return max(budget // step * step, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem: the hard part of a decision's key.

@@ -121,7 +121,8 @@ def test_which_gradients_are_needed_is_part_of_backward_alone():
 
 
 @pytest.mark.parametrize(
-    ("budget", "flag"), [(0, 1), (1, 1), (2, 2), (3, 2), (1 << 30, 1 << 30), ((1 << 31) - 1, 1 << 30)]
+    ("budget", "flag"),
+    [(0, 1), (1, 1), (7, 7), (9, 8), (1 << 30, 1 << 30), ((1 << 31) - 1, 7 << 28), (300, 256), (330, 320)],
 )
 def test_the_budget_enters_as_its_class_rounded_down(budget, flag):
     call = Description(Fields(rows=5, hidden=4), Fields(), Fields())

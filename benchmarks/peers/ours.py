@@ -56,7 +56,9 @@ def budget_of(case: Case, inputs: Inputs, source: Registry) -> int | None:
     tensors, options = op.bind(inputs.tensors, options_of(case))
     needs = _needs(case, inputs, source)
     problem, _ = source.problem_of(op, tensors, options, "forward", needs, None)
-    return row_slab_bytes(problem, case.slab_rows)
+    needed = row_slab_bytes(problem, case.slab_rows)
+    step = 1 << max(needed.bit_length() - 3, 0)
+    return -(-needed // step) * step  # a key knows no finer budgets, and rounds down
 
 
 def _needs(case: Case, inputs: Inputs, source: Registry) -> tuple[bool, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_registry.kernels._cross_entropy_rows import finite, reciprocal, reduce_rows, softmax_split
 from liger_registry.kernels._logit_grid import block_for, gradient_like, grid_of, options_for, walk
 from liger_registry.kernels._logit_rows import take_statistics
-from liger_registry.kernels._logits import gradient_tile, own_columns
+from liger_registry.kernels._logits import gradient_tile, is_own, own_columns
 from liger_registry.kernels._rows import column_offsets, dense_vector, row_ids, row_offsets
 from liger_registry.launch import launch
 
@@ -133,8 +133,7 @@ def _gradient(
                 weight = tl.load(W + column, mask=inside, other=0.0).to(tl.float32)
             dx = gradient_tile(
                 x,
-                column,
-                own,
+                is_own(lane, own, first),
                 rest_factor,
                 rest_log,
                 own_gradient,

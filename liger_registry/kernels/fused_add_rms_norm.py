@@ -28,6 +28,7 @@ from liger_registry.kernels._rows import (
     row_offsets,
     strided,
     sum_partials,
+    sums_by_tile,
 )
 from liger_registry.kernels.rms_norm import allocate, factor_of, options_for, reciprocal_root, rounded
 from liger_registry.launch import launch
@@ -120,6 +121,7 @@ def _backward(
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     RELOAD_WEIGHT: tl.constexpr,
+    TILE_SUMS: tl.constexpr,
     LLAMA: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
@@ -153,7 +155,7 @@ def _backward(
     if DX is not None and W is not None and not RELOAD_WEIGHT:
         factor = factor_of(tl.load(W + column, mask=inside, other=0.0), offset, LLAMA)
     if PARTIAL is not None:
-        of_weight = tl.zeros([BLOCK], tl.float32)
+        of_weight = tl.zeros([BLOCK_ROWS, BLOCK] if TILE_SUMS else [BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = row_ids(tile, rows, BLOCK_ROWS)
         valid = row < tl.cast(rows, row.dtype)
@@ -165,7 +167,7 @@ def _backward(
         rstd = tl.load(RSTD + row, mask=valid, other=0.0)[:, None]
         normed = total * rstd
         if PARTIAL is not None:
-            of_weight += tl.sum(dy * normed, 0)
+            of_weight += dy * normed if TILE_SUMS else tl.sum(dy * normed, 0)
         if DX is not None:
             dt_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, dt0, dt1, dt2, dt3)
             straight = tl.load(dt_columns[None, :] + dt_row[:, None], mask=mask, other=0.0)
@@ -179,6 +181,7 @@ def _backward(
             dx_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, dx0, dx1, dx2, dx3)
             tl.store(DX + dx_row[:, None] + column[None, :], dx.to(DX.dtype.element_ty), mask=mask)
     if PARTIAL is not None:
+        of_weight = tl.sum(of_weight, 0) if TILE_SUMS else of_weight
         tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * HIDDEN + column, of_weight, mask=inside)
 
 
@@ -324,6 +327,7 @@ def backward_persistent(
             BLOCK_ROWS=block_rows,
             STAGES=num_stages,
             RELOAD_WEIGHT=reload_weight,
+            TILE_SUMS=sums_by_tile(hidden, block_rows, num_warps, device),
             LLAMA=casting == "llama",
             ROW_DIMS=row_dims,
             num_warps=num_warps,

@@ -47,7 +47,7 @@ def slab_bytes(problem: Problem, rows: int, accumulate: bool) -> int:
 
 
 def default_budget(problem: Problem) -> int:
-    """What the default slab takes, as a power of two, because a key knows budgets by theirs."""
+    """What the default slab takes, as a power of two, so that shapes nearby share a key."""
     held = problem.dtypes["student_input"] == "float16"
     cost = slab_bytes(problem, default_rows(int(problem.tokens)), held)
     return 1 << max(cost - 1, 0).bit_length()

@@ -29,7 +29,7 @@ def slab_bytes(problem: Problem, config: Config) -> int:
 
 
 def default_budget(problem: Problem) -> int:
-    """What the default slab takes, or one of the vocabulary, as a power of two, since a key knows budgets by theirs.
+    """What the default slab takes, or one of the vocabulary, as a power of two, so that shapes nearby share a key.
 
     A group of more rows than that slab is not meant to fit: two slabs' rows are the most.
     """

@@ -25,8 +25,10 @@ from liger_registry.kernels._rows import (
     dense_vector,
     row_ids,
     row_offsets,
+    streams,
     strided,
     sum_partials,
+    sums_by_tile,
 )
 from liger_registry.kernels.rms_norm import options_for, reciprocal_root
 from liger_registry.launch import launch
@@ -51,6 +53,8 @@ def _forward(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    STREAM: tl.constexpr,
+    LATE: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
     n2=None,
@@ -68,16 +72,17 @@ def _forward(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     x_columns = X + column_offsets(column, x_column)
-    if W is not None:
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if W is not None and not LATE:
         weight = tl.load(W + column, mask=inside, other=0.0).to(tl.float32)
-    if B is not None:
+    if B is not None and not LATE:
         bias = tl.load(B + column, mask=inside, other=0.0).to(tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = row_ids(tile, rows, BLOCK_ROWS)
         valid = row < tl.cast(rows, row.dtype)
         mask = valid[:, None] & inside[None, :]
         x_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, x0, x1, x2, x3)
-        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
         mean = tl.div_rn(tl.sum(x, 1), tl.cast(HIDDEN, tl.float32))
         distance = x - mean[:, None]
         if HIDDEN != BLOCK:
@@ -87,11 +92,15 @@ def _forward(
         tl.store(RSTD + row, rstd, mask=valid)
         y = distance * rstd[:, None]
         if W is not None:
+            if LATE:
+                weight = tl.load(W + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y *= weight[None, :]
         if B is not None:
+            if LATE:
+                bias = tl.load(B + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y += bias[None, :]
         y_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, y0, y1, y2, y3)
-        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask)
+        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask, eviction_policy=policy)
 
 
 @triton.jit(do_not_specialize=["rows", "n1", "n2", "n3"])
@@ -111,6 +120,7 @@ def _backward(
     RELOAD_WEIGHT: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
+    TILE_SUMS: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
     n2=None,
@@ -137,9 +147,9 @@ def _backward(
     if DX is not None and W is not None and not RELOAD_WEIGHT:
         weight = tl.load(W + column, mask=inside, other=0.0).to(tl.float32)
     if SUM_WEIGHT:
-        of_weight = tl.zeros([BLOCK], tl.float32)
+        of_weight = tl.zeros([BLOCK_ROWS, BLOCK] if TILE_SUMS else [BLOCK], tl.float32)
     if SUM_BIAS:
-        of_bias = tl.zeros([BLOCK], tl.float32)
+        of_bias = tl.zeros([BLOCK_ROWS, BLOCK] if TILE_SUMS else [BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = row_ids(tile, rows, BLOCK_ROWS)
         valid = row < tl.cast(rows, row.dtype)
@@ -148,7 +158,7 @@ def _backward(
         # Zero outside of the rows and columns, and with it all that is summed below.
         dy = tl.load(dy_columns[None, :] + dy_row[:, None], mask=mask, other=0.0).to(tl.float32)
         if SUM_BIAS:
-            of_bias += tl.sum(dy, 0)
+            of_bias += dy if TILE_SUMS else tl.sum(dy, 0)
         if DX is not None or SUM_WEIGHT:
             x_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, x0, x1, x2, x3)
             x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0).to(tl.float32)
@@ -156,7 +166,7 @@ def _backward(
             rstd = tl.load(RSTD + row, mask=valid, other=0.0)[:, None]
             normed = (x - mean) * rstd
             if SUM_WEIGHT:
-                of_weight += tl.sum(dy * normed, 0)
+                of_weight += dy * normed if TILE_SUMS else tl.sum(dy * normed, 0)
             if DX is not None:
                 if W is not None:
                     if RELOAD_WEIGHT:
@@ -170,8 +180,10 @@ def _backward(
                 tl.store(DX + dx_row[:, None] + column[None, :], dx.to(DX.dtype.element_ty), mask=mask)
     first = tl.program_id(0).to(tl.int64) * ((SUM_WEIGHT + SUM_BIAS) * HIDDEN)
     if SUM_WEIGHT:
+        of_weight = tl.sum(of_weight, 0) if TILE_SUMS else of_weight
         tl.store(PARTIAL + first + column, of_weight, mask=inside)
     if SUM_BIAS:
+        of_bias = tl.sum(of_bias, 0) if TILE_SUMS else of_bias
         tl.store(PARTIAL + first + SUM_WEIGHT * HIDDEN + column, of_bias, mask=inside)
 
 
@@ -277,7 +289,10 @@ def forward_multi_row(
     num_stages: int = 1,
     waves_per_eu: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``block_rows`` rows at a time; with ``programs_per_unit`` of 0 a program a tile, else that many for each unit."""
+    """``block_rows`` rows at a time; with ``programs_per_unit`` of 0 a program a tile, else that many for each unit.
+
+    A program of one tile reads weight and bias behind the tile's sums: before, they would hold registers and loads.
+    """
     y, mean, rstd = allocate(x)
     source, target, row_dims = x, y, 0
     strides: tuple[int | None, ...] = ()
@@ -304,6 +319,8 @@ def forward_multi_row(
         BLOCK=1 << (hidden - 1).bit_length(),
         BLOCK_ROWS=block_rows,
         STAGES=num_stages,
+        STREAM=streams(x, rows, device),
+        LATE=not programs_per_unit,
         ROW_DIMS=row_dims,
         num_warps=num_warps,
         **options_for(device, waves_per_eu),
@@ -357,6 +374,7 @@ def backward_persistent(
             RELOAD_WEIGHT=reload_weight,
             SUM_WEIGHT=weighted is not None,
             SUM_BIAS=biased is not None,
+            TILE_SUMS=sums_by_tile(hidden, block_rows, num_warps, device),
             ROW_DIMS=call[0],
             num_warps=num_warps,
             **options_for(device, waves_per_eu),

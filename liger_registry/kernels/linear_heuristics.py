@@ -140,7 +140,7 @@ def _power(count: int) -> int:
 def row_budget(problem: Problem) -> int:
     """The default budget where slabs of rows are usual: what the default slab takes, or one of the vocabulary.
 
-    It is a power of two, because a key knows budgets by theirs.
+    It is a power of two, so that shapes nearby share a key.
     """
     return _power(max(row_slab_bytes(problem, usual_rows(problem)), _vocab_default(problem)))
 

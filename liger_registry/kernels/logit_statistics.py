@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_registry.kernels._logit_grid import block_for, gradient_like, grid_of, options_for, walk
 from liger_registry.kernels._logit_rows import take_statistics
-from liger_registry.kernels._logits import gradient_tile, own_columns
+from liger_registry.kernels._logits import gradient_tile, is_own, own_columns
 from liger_registry.kernels._rows import column_offsets, dense_vector, row_ids, row_offsets
 from liger_registry.launch import launch
 
@@ -112,8 +112,7 @@ def _gradient(
                 weight = tl.load(W + column, mask=column < VOCAB, other=0.0).to(tl.float32)
             dx = gradient_tile(
                 x,
-                column,
-                own,
+                is_own(lane, own, first),
                 rest_factor,
                 log_rest,
                 own_gradient,

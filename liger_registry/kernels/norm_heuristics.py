@@ -17,6 +17,7 @@ from liger_registry.kernels.rms_norm_heuristics import (
     every_split_works,
     heuristic_forward_column_split,
     heuristic_multi_row,
+    narrow_rows,
 )
 from liger_registry.kernels.rms_norm_heuristics import heuristic_row as _row_of_rms_norm
 from liger_registry.kernels.rms_norm_heuristics import nearest as _nearest
@@ -132,7 +133,7 @@ def constrain_persistent(space: ConfigSpace) -> ConfigSpace:
     )
     return space.where(
         lambda c, p, d: (
-            c.programs_per_unit >= 4 and c.num_stages < 4
+            c.num_stages < 4 and c.programs_per_unit >= (8, 4, 2)[c.num_stages - 1]
             if block_of(p) < 1024
             else c.programs_per_unit * max(c.num_stages - 1, 1) <= 4
         ),
@@ -187,33 +188,32 @@ def nearest(
 
 
 def heuristic_row(problem: Problem, device: Device) -> Config:
-    """``layer_norm``: programs that stay, with loads ahead, 32 elements a thread; the other as ``rms_norm``.
+    """``layer_norm``: 32 elements a thread, and of wide rows programs that stay; the other as ``rms_norm``.
 
-    A program for each row reads weight and bias as often as it reads x: on an H200 16384 x 4096 took 99.7 us with 8
-    warps and 83.7 with 4, against 74.6 of four programs a unit; 8192 x 16384 took 234.7, against 140.7 of one.
+    On an H200 16384 x 4096 took 66.8 us with a program a row and 72.6 with four that stay, 8192 x 16384 took 140.9 and
+    with one 137.7.
     """
     if problem.op != "layer_norm":
         return _row_of_rms_norm(problem, device)
     block = block_of(problem)
     warps = max(1, min(block // (32 * device.limits.warp_size), device.limits.max_threads // device.limits.warp_size))
-    per_unit = 4 if block <= 4096 else 2 if block <= 8192 else 1
-    return Config(num_warps=warps, num_stages=3, programs_per_unit=per_unit)
+    if block <= 8192:
+        return Config(num_warps=warps, num_stages=1, programs_per_unit=0)
+    return Config(num_warps=warps, num_stages=3, programs_per_unit=1)
 
 
 def heuristic_persistent(problem: Problem, device: Device) -> Config:
-    """Tiles of 8192 elements, of 4096 from 1024 to 2048 columns; three stages; more programs for narrow rows.
-
-    Of rows of 128, tiles of 64 took 153 us where tiles of 32 took 260 (``layer_norm``, 524288 rows on an H200), and 143
-    where they took 165 (``fused_add_rms_norm``), although a unit holds but two such programs.
-    """
+    """Tiles of 8192 elements, of 4096 from 1024 to 2048 columns; three stages; more programs for narrow rows."""
     block = block_of(problem)
     narrow, middle = block < 1024, 1024 <= block < 2048
-    rows = max(1, min(64, (8192 if block >= 4096 or narrow else 4096) // block))
-    while rows > 1 and rows * device.units > problem.rows and rows * block > 16 * 4 * device.limits.warp_size:
+    rows = max(1, (8192 if block >= 4096 else 4096) // block)
+    rows = narrow_rows(block) if narrow else rows
+    least = 16 * (2 if narrow else 4) * device.limits.warp_size
+    while rows > 1 and rows * device.units > problem.rows and rows * block > least:
         rows //= 2
     rows = min(rows, 4) if middle else rows
     a_thread = 16 if block >= 8192 else 32
-    warps = 4 if narrow or middle else max(4, min(16, rows * block // (a_thread * device.limits.warp_size)))
+    warps = 2 if narrow else 4 if middle else max(4, min(16, rows * block // (a_thread * device.limits.warp_size)))
     per_unit = 4 if narrow else 2 if block < 4096 else 1
     reload = block >= 16384 and problem.dtypes["weight"] != "none"
     for stages in (3, 2):

@@ -24,8 +24,10 @@ from liger_registry.kernels._rows import (
     dense_vector,
     row_ids,
     row_offsets,
+    streams,
     strided,
     sum_partials,
+    sums_by_tile,
 )
 from liger_registry.launch import launch
 
@@ -75,6 +77,8 @@ def _forward(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    STREAM: tl.constexpr,
+    LATE: tl.constexpr,
     LLAMA: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
@@ -93,21 +97,25 @@ def _forward(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     x_columns = X + column_offsets(column, x_column)
-    if W is not None:
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if W is not None and not LATE:
         factor = factor_of(tl.load(W + column, mask=inside, other=0.0), offset, LLAMA)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = row_ids(tile, rows, BLOCK_ROWS)
         valid = row < tl.cast(rows, row.dtype)
         mask = valid[:, None] & inside[None, :]
         x_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, x0, x1, x2, x3)
-        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
         rstd = reciprocal_root(tl.sum(x * x, 1), eps, HIDDEN)
         tl.store(RSTD + row, rstd, mask=valid)
         y = x * rstd[:, None]
         if W is not None:
+            if LATE:
+                w = tl.load(W + column, mask=inside, other=0.0, eviction_policy="evict_last")
+                factor = factor_of(w, offset, LLAMA)
             y = rounded(y, X.dtype.element_ty, LLAMA) * factor[None, :]
         y_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, y0, y1, y2, y3)
-        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask)
+        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask, eviction_policy=policy)
 
 
 @triton.jit(do_not_specialize=["rows", "n1", "n2", "n3"])
@@ -125,6 +133,7 @@ def _backward(
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     RELOAD_WEIGHT: tl.constexpr,
+    TILE_SUMS: tl.constexpr,
     LLAMA: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
@@ -152,7 +161,7 @@ def _backward(
     if DX is not None and W is not None and not RELOAD_WEIGHT:
         factor = factor_of(tl.load(W + column, mask=inside, other=0.0), offset, LLAMA)
     if PARTIAL is not None:
-        total = tl.zeros([BLOCK], tl.float32)
+        total = tl.zeros([BLOCK_ROWS, BLOCK] if TILE_SUMS else [BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = row_ids(tile, rows, BLOCK_ROWS)
         valid = row < tl.cast(rows, row.dtype)
@@ -164,7 +173,7 @@ def _backward(
         rstd = tl.load(RSTD + row, mask=valid, other=0.0)[:, None]
         normed = x * rstd
         if PARTIAL is not None:
-            total += tl.sum(dy * normed, 0)
+            total += dy * normed if TILE_SUMS else tl.sum(dy * normed, 0)
         if DX is not None:
             if W is not None:
                 if RELOAD_WEIGHT:
@@ -176,6 +185,7 @@ def _backward(
             dx = (dy - normed * shift) * rstd
             tl.store(DX + dx_row[:, None] + column[None, :], dx.to(DX.dtype.element_ty), mask=mask)
     if PARTIAL is not None:
+        total = tl.sum(total, 0) if TILE_SUMS else total
         tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * HIDDEN + column, total, mask=inside)
 
 
@@ -235,7 +245,10 @@ def forward_multi_row(
     num_stages: int = 1,
     waves_per_eu: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``block_rows`` rows at a time; with ``programs_per_unit`` of 0 a program a tile, else that many for each unit."""
+    """``block_rows`` rows at a time; with ``programs_per_unit`` of 0 a program a tile, else that many for each unit.
+
+    A program of one tile reads the weight behind the tile's sum: before, it would hold registers and loads back.
+    """
     weight = dense_vector(weight)
     y, rstd = allocate(x, weight, casting)
     row_dims, strides = (0, ()) if x.is_contiguous() else strided((x,), (y,))
@@ -271,6 +284,8 @@ def forward_multi_row(
         BLOCK=1 << (hidden - 1).bit_length(),
         BLOCK_ROWS=block_rows,
         STAGES=num_stages,
+        STREAM=streams(x, rows, device),
+        LATE=not programs_per_unit,
         LLAMA=casting == "llama",
         ROW_DIMS=row_dims,
         num_warps=num_warps,
@@ -347,6 +362,7 @@ def backward_persistent(
             BLOCK_ROWS=block_rows,
             STAGES=num_stages,
             RELOAD_WEIGHT=reload_weight,
+            TILE_SUMS=sums_by_tile(hidden, block_rows, num_warps, device),
             LLAMA=casting == "llama",
             ROW_DIMS=row_dims,
             num_warps=num_warps,

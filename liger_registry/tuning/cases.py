@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 CONTIGUOUS = ("guarded", "guarded")
 # Layout of inputs and of gradients by style; a gradient often comes expanded (`y.sum()`), transposed or as a slice, a
-# weight as a column, a slice or expanded.
+# weight as a column, a slice or expanded. Labels with gaps are also in a style that no one row dominates.
 _LAYOUTS = {
     "random": CONTIGUOUS,
     # One of the few that large sizes are tried in.
     "tail": ("gapped", "gapped"),
     "spike": ("guarded", "scalar"),
     "tiny": ("expanded", "transposed"),
-    "shifted": ("padded", "rows"),
+    "shifted": ("gapped", "rows"),
     "zeros": ("misaligned", "misaligned"),
 }
 
@@ -155,6 +155,20 @@ def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tenso
     return tensor.to(dtype)
 
 
+def _held(
+    scheme: Scheme, truth: Mapping[str, torch.Tensor], formula: Mapping[str, torch.Tensor], name: str
+) -> torch.Tensor | None:
+    """What backward is given of forward: the formula's own values, so that they fit what backward computes again.
+
+    Gradients that forward computed are the right ones, rounded. The formula's hold its errors, and a backward that only
+    scales them would answer for these: with logits of 100 in fp32 they were 4.2 bounds off, where it may err by 4.
+    """
+    like = formula.get(name)
+    if like is None or not scheme.gradients or not like.is_floating_point():
+        return like
+    return truth[name].to(like.dtype)
+
+
 def gradient(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int, style: str) -> torch.Tensor:  # noqa: ANN401
     """A gradient of the given style; that of a scalar is an odd number of order one."""
     if len(shape) == 0:
@@ -220,7 +234,9 @@ def make_case(
     wide = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad():
         sizes = op.magnitude(wide, tuple(_cast(g, torch.float64) for g in grads), options)
-    saved = tuple(put(formula.get(name), "guarded") for name in (*scheme.saved_outputs, *scheme.saved))
+    saved = tuple(
+        put(_held(scheme, truth, formula, name), "guarded") for name in (*scheme.saved_outputs, *scheme.saved)
+    )
     return Case(
         label=label or f"{problem.dims.text} {style}",
         problem=problem,
@@ -252,8 +268,9 @@ def other_options(op: Op, problem: Problem, inputs: Tensors) -> dict[str, Scalar
     for option in op.options:
         value, others = own[option.name], list[Scalar]()
         if option.kind is float and isinstance(value, float):
-            # A number that the key knows by class must stay of its class, as a softcap that is off, or a beta below 1.
-            others = [value + 0.5, 0.75 * value, value + 0.125]
+            # A number that the key knows by class must stay of its class, as a softcap that is off, or a beta below 1;
+            # and bf16 does not tell a softcap of 30.5 from one of 30.
+            others = [0.125 * value] if abs(value) > 8 else [value + 0.5, 0.75 * value, value + 0.125]
         elif option.kind is int and isinstance(value, int) and value < 0:
             others = [value - 7]
         elif option.choices:  # a key that knows a reduction only by whether it is one
@@ -364,9 +381,10 @@ def recipes(
             # The style's own number keeps the values of one style the same, whichever others are asked for.
             own = seed + 1000 * STYLES.index(style)
             found.append(Recipe(small, style, own, _LAYOUTS[style] if full else CONTIGUOUS))
-    if proxies and found and math.prod(_sizes(problem.having(**proxies[0]))) <= LARGE:
-        small = problem.having(**proxies[0])
-        options = other_options(op, small, op.example(small, "meta", seed, "random"))
+    # Of every size but a single row, since what an option does to some rows is lost in sums over thousands.
+    for small in [problem.having(**dims) for dims in proxies if max(dims.values(), default=2) > 1 and found]:
+        inputs = op.example(small, "meta", seed, "random")
+        options = other_options(op, small, inputs) if math.prod(_sizes(small)) <= LARGE else None
         if options is not None:
             found.append(Recipe(small, "random", seed + 7, CONTIGUOUS, Fields(options)))
     if walk is not None:

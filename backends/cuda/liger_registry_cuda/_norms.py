@@ -19,8 +19,8 @@ _SPLIT_FORWARD = h.constrain_forward_column_split(
 _PERSISTENT = h.constrain_persistent(
     ConfigSpace(
         block_rows=[1, 2, 4, 8, 16, 32, 64],
-        num_warps=[4, 8, 16, 32],
-        programs_per_unit=[1, 2, 4, 16],
+        num_warps=[2, 4, 8, 16, 32],
+        programs_per_unit=[1, 2, 4, 8],
         num_stages=[1, 2, 3, 4],
         reload_weight=[False, True],
     )
