@@ -16,7 +16,15 @@ from liger_registry.implementation import Implementation
 from liger_registry.misses import MissLog
 from liger_registry.op import Op
 from liger_registry.plan import Plan
-from liger_registry.plugins import LOADED, PluginRecord, canonical, load_kernels, tuning_roots, warn_of
+from liger_registry.plugins import (
+    LOADED,
+    PluginRecord,
+    canonical,
+    load_kernels,
+    tuning_roots,
+    warn_of,
+    warn_of_absent,
+)
 from liger_registry.problem import Problem
 from liger_registry.settings import Settings
 from liger_registry.store import TableStore
@@ -28,7 +36,9 @@ HERE = "this process"
 def build_catalog(settings: Settings | None = None) -> Catalog:
     """A catalogue with everything that the installed distributions register; what fails is left out with a warning."""
     catalog = Catalog()
-    warn_of(load_kernels(catalog, settings or Settings.from_environ()))
+    settings = settings or Settings.from_environ()
+    warn_of(load_kernels(catalog, settings))
+    warn_of_absent(settings)
     return catalog
 
 
@@ -64,6 +74,8 @@ class Assembly(ABC):
                 if self._dispatcher is None:
                     self._dispatcher = self._build()
                     warn_of(self._records)  # last, because a warning may be an error here
+                    if self._given_catalog is None:
+                        warn_of_absent(self.settings)
         return self._dispatcher
 
     def _build(self) -> Dispatcher:

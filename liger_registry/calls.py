@@ -14,9 +14,10 @@ from liger_registry.op import Op
 
 # What the choice depends on of each tensor. The types are in the key, so that a hit needs no check of them: only calls
 # with plain tensors are ever entered. Reading, hashing and comparing a torch.device takes .2 us, an index .07; so only
-# the first tensor has its device in the key, which tells the kinds apart that have no index (CPU and meta).
-_FIRST = "type({0}), {0}.shape, {0}.dtype, {0}.device, {0}.requires_grad"
-_OTHER = "type({0}), {0}.shape, {0}.dtype, {0}.get_device(), {0}.requires_grad"
+# the first tensor has its device in the key, and of the others what tells those apart that have no index (CPU and
+# meta). Sparse tensors are plain by type.
+_FIRST = "type({0}), {0}.shape, {0}.dtype, {0}.device, {0}.layout, {0}.requires_grad"
+_OTHER = "type({0}), {0}.shape, {0}.dtype, {0}.get_device(), {0}.is_meta, {0}.layout, {0}.requires_grad"
 
 # The call before is tried first: one guard in C++ (.25 us for two tensors) then stands for all that is read of tensors,
 # which takes .66 us before it is hashed and compared. What a guard does not see is the state. It is looked up by its
@@ -55,7 +56,11 @@ def __call__(self, {parameters}, *lr_more, **lr_unknown):
 
 # Only operations that ask for them pay for these looks.
 _AUTOCAST = """\
-    if lr_autocast({first}.device.type if hasattr({first}, "device") else "cpu"):
+    try:
+        lr_cast = lr_autocast({first}.device.type if hasattr({first}, "device") else "cpu")
+    except RuntimeError:  # of a device that autocast does not know, such as meta
+        lr_cast = False
+    if lr_cast:
         return self._autocast(({names}, *lr_more), lr_unknown)
 """
 _CHECK = """\

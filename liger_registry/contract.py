@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,7 +61,7 @@ class Option:
         """``value`` as this option's kind.
 
         Raises:
-            UnsupportedOptionError: of another kind, or not among the choices.
+            UnsupportedOptionError: of another kind, not among the choices, below the least, or not finite.
         """
         if self.kind is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
@@ -68,8 +69,8 @@ class Option:
             why = f"it takes a {self.kind.__name__}, not {type(value).__name__} {value!r}"
         elif self.choices and value not in self.choices:
             why = f"{value!r} is not among its values"
-        elif value != value:
-            why = "NaN is no value"
+        elif isinstance(value, float) and not abs(value) < math.inf:
+            why = "NaN and infinity are no values"
         elif self.minimum is not None and not (isinstance(value, int | float) and value >= self.minimum):
             why = f"{value!r} is below {self.minimum}"
         else:

@@ -349,8 +349,9 @@ class Dispatcher:
             if implementation.capability.why_not(problem, device) is not None:
                 continue
             proposed = implementation.propose(problem, device)
-            if isinstance(proposed, str):
-                considered.append(Considered(HEURISTIC, implementation.id, False, proposed))
+            reason = proposed if isinstance(proposed, str) else implementation.why_not_untuned(problem, device)
+            if isinstance(proposed, str) or reason is not None:
+                considered.append(Considered(HEURISTIC, implementation.id, False, str(reason)))
             else:
                 yield Answer(HEURISTIC, Choice(implementation.id, proposed), "untuned")
 

@@ -69,6 +69,10 @@ class InvalidInputError(RegistryError, ValueError):
     """Tensors whose shapes contradict the operation's contract."""
 
 
+class UnsupportedShardingError(RegistryError, NotImplementedError):
+    """An operation that cannot take tensors that are spread over ranks."""
+
+
 class DeviceMismatchError(RegistryError, ValueError):
     """Tensors of one call that lie on different devices."""
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from liger_registry.decision import FREE, HITS, TIERS, Considered, Decision, Terms
+from liger_registry.decision import FREE, HITS, TIERS, Considered, Decision, SchemeDecision, Terms
 from liger_registry.dispatch import Dispatcher
 from liger_registry.implementation import ELSEWHERE, Implementation
-from liger_registry.problem import Problem
+from liger_registry.problem import SCHEME, Problem
 from liger_registry.table import NOISY, OK, duration
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Explanation:
             "problem": self.problem.to_json(),
             "device": self.device,
             "decision": {
-                "implementation": self.decision.implementation.id,
-                "config": dict(self.decision.config),
+                **self._answer(),
                 "source": self.decision.source,
                 "detail": self.decision.detail,
                 "hit": self.hit,
@@ -84,9 +83,15 @@ class Explanation:
             "candidates": [asdict(candidate) for candidate in self.candidates],
         }
 
+    def _answer(self) -> dict[str, Any]:
+        """What the answer is, as plain JSON."""
+        return {"implementation": self.decision.implementation.id, "config": dict(self.decision.config)}
+
     def __str__(self) -> str:
         lines = [f"{self.problem.text} on {self.device}", f"  -> {self.decision}", "  tiers:"]
         lines += [f"    {'+' if t.accepted else '-'} {t.tier:13} {t.choice}  {t.reason}" for t in self.tiers]
+        if not self.candidates:
+            return "\n".join(lines)
         lines.append(f"  candidates:  {'time':>13} {'extra':>12}")
         foreign = [c.implementation for c in self.candidates if c.reason.startswith(ELSEWHERE)]
         for c in self.candidates:
@@ -99,6 +104,20 @@ class Explanation:
         if foreign:
             lines.append(f"    {REJECTED:12} {'':23}  for other devices: {', '.join(foreign)}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeExplanation(Explanation):
+    """The trace of the choice of a scheme, which has no candidates of its own: its phases have.
+
+    Attributes:
+        decision: the answer.
+    """
+
+    decision: SchemeDecision  # type: ignore[assignment]
+
+    def _answer(self) -> dict[str, Any]:
+        return {"scheme": self.decision.scheme}
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -115,8 +134,14 @@ class Explanations(tuple[Explanation, ...]):
 
 
 def explain(dispatcher: Dispatcher, problem: Problem, device: Device, terms: Terms = FREE) -> Explanation:
-    """Ask the tiers for a problem on a device and keep the trace; nothing is recorded or tuned."""
+    """Ask the tiers for a problem on a device and keep the trace; nothing is recorded or tuned.
+
+    Of a problem of phase ``scheme`` it is a ``SchemeExplanation``.
+    """
     tiers: list[Considered] = []
+    if problem.phase == SCHEME:
+        scheme = dispatcher.decide_scheme(problem, device, tiers)
+        return SchemeExplanation(problem, device.fingerprint, scheme, _with_silent_tiers(dispatcher, tiers), ())
     decision = dispatcher.decide(problem, device, terms, tiers)
     candidates = tuple(_candidates(dispatcher, decision, device, terms))
     return Explanation(problem, device.fingerprint, decision, _with_silent_tiers(dispatcher, tiers), candidates)

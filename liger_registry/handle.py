@@ -21,6 +21,7 @@ from liger_registry.calls import make_call
 from liger_registry.config import Config
 from liger_registry.decision import Decision
 from liger_registry.device import Device
+from liger_registry.dtensor import any_spread, call_on_shards
 from liger_registry.explain import Explanations
 from liger_registry.guards import make_guard, never
 from liger_registry.library import LibraryFace, describe_face, terms_text, transform_error
@@ -162,6 +163,8 @@ class Handle:
             or not _harmless_function_modes()
             or any(type(t) not in PLAIN or t.is_meta for t in given)
         ):
+            if any_spread(given):
+                return call_on_shards(self.op.name, self, tensors, options)
             return self._library.call(tensors, options)
         memo = self._memo  # the one from before: what was decided while it was forgotten is forgotten with it
         entry = self._resolve(tensors, options)

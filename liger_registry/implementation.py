@@ -76,6 +76,10 @@ def _installed(package: str) -> bool:
         return False
 
 
+def no_objection(problem: Problem, device: Device) -> None:
+    """What has nothing against an implementation that was not measured."""
+
+
 def no_extra_bytes(problem: Problem, config: Config) -> int:
     """The cost of an implementation that allocates nothing beyond its outputs."""
     return 0
@@ -104,6 +108,8 @@ class Implementation:
         deterministic: equal inputs give equal bits.
         stages: ``(problem, config)`` to the problems of other operations that it runs, by name. Its launch function
             gets ``stages``, a mapping of those names to launch functions with device and decided config filled in.
+        untuned: ``(problem, device)`` to why it is not chosen unless it was measured or asked for, though it is legal;
+            None where nothing is against it.
         proven: whether this distribution's word is enough to choose it. A function of others that is known to break the
             accuracy rule in places is chosen only after it passed verification on the device, like a plugin's.
         distribution: the distribution that registered it; filled in by the registry.
@@ -121,6 +127,7 @@ class Implementation:
     capability: Capability = field(default_factory=Capability)
     deterministic: bool = True
     stages: Callable[[Problem, Config], Mapping[str, Problem]] | None = None
+    untuned: Callable[[Problem, Device], str | None] = no_objection
     proven: bool = True
     distribution: str = ""
     doc: str = ""
@@ -193,6 +200,13 @@ class Implementation:
             return self._raised("heuristic", error)
         # A plugin's may return anything, whatever its type says.
         return found if isinstance(found, Config) else f"its heuristic gave {ascii(found)[:80]}, which is no Config"
+
+    def why_not_untuned(self, problem: Problem, device: Device) -> str | None:
+        """Why it is not chosen unless it was measured or asked for; None if it may be."""
+        try:
+            return self.untuned(problem, device)
+        except (Exception, SystemExit) as error:
+            return self._raised("untuned", error)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[Config]:
         """The configs of the space in declared order that its predicates do not turn down.

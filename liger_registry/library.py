@@ -86,8 +86,8 @@ class LibraryFace:
         values = list(args)
         for position in range(len(values), len(self.names)):
             values.append(kwargs.get(self.names[position], self.defaults[position]))
-        if self.autocast and torch.is_autocast_enabled(values[0].device.type):
-            device_type = values[0].device.type
+        device_type = values[0].device.type
+        if self.autocast and device_type != "meta" and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             for position in self.autocast:
                 if values[position] is not None and values[position].dtype != torch.float64:

@@ -31,6 +31,7 @@ class MissLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[tuple[str, Problem], None] | None = None
+        self._read = 0  # bytes of the file, up to the end of a line
         self._lock = threading.Lock()
         self._warned = False
 
@@ -39,6 +40,10 @@ class MissLog:
         with self._lock:
             known = self._load()
             if (fingerprint, problem) in known or len(known) >= MOST:
+                return
+            # Another rank may have written it meanwhile: a thousand that miss the same would fill the log with it.
+            self._look()
+            if (fingerprint, problem) in known:
                 return
             known[fingerprint, problem] = None
             line = json.dumps({"device": fingerprint, "op": problem.op, **problem.to_json()}, sort_keys=True)
@@ -52,7 +57,7 @@ class MissLog:
     def clear(self) -> None:
         """Forget all misses."""
         with self._lock:
-            self._known = {}
+            self._known, self._read = {}, 0
             try:
                 self.path.unlink(missing_ok=True)
             except OSError as error:
@@ -61,18 +66,28 @@ class MissLog:
     def _load(self) -> dict[tuple[str, Problem], None]:
         if self._known is None:
             self._known = {}
-            try:
-                with open(self._open(os.O_RDONLY), "rb") as file:
-                    text = file.read(MOST_BYTES).decode("utf-8", "replace")
-            except OSError:
-                text = ""
-            for line in text.splitlines()[:MOST]:
-                try:
-                    entry = json.loads(line)
-                    self._known[str(entry["device"]), Problem.from_json(str(entry["op"]), entry)] = None
-                except (ValueError, KeyError, TypeError, RecursionError, TableInvalidError):
-                    continue  # a line cut short by a full disk, or not ours
+            self._look()
         return self._known
+
+    def _look(self) -> None:
+        """Read what was appended since the last look."""
+        known = self._known
+        assert known is not None
+        try:
+            with open(self._open(os.O_RDONLY), "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._read:  # cleared by somebody
+                    self._read = 0
+                file.seek(self._read)
+                text = file.read(max(0, MOST_BYTES - self._read))
+        except OSError:
+            return
+        self._read += text.rfind(b"\n") + 1
+        for line in text.decode("utf-8", "replace").splitlines()[:MOST]:
+            try:
+                entry = json.loads(line)
+                known[str(entry["device"]), Problem.from_json(str(entry["op"]), entry)] = None
+            except (ValueError, KeyError, TypeError, RecursionError, TableInvalidError):
+                continue  # a line cut short by a full disk, or not ours
 
     def _append(self, line: str) -> None:
         try:

@@ -106,7 +106,14 @@ class Exchange:
         if not (dist.is_available() and dist.is_initialized()):
             return [value]
         values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:  # the group's own timeout, or a connection that was closed
+            raise PlanError(
+                "the ranks could not exchange their plans: one of them has died or did not call freeze()",
+                why=str(error),
+                fix="let every rank of the group call freeze() once, and start the job again",
+            ) from error
         return values
 
     @property

@@ -139,6 +139,27 @@ def warn_of(records: Iterable[PluginRecord]) -> None:
             warnings.warn(f"{whose} is {record.status}: {record.reason}", PluginWarning, stacklevel=2)
 
 
+def warn_of_absent(settings: Settings) -> None:
+    """Warn, once for all of them, of distributions that the allow-list names and that are not installed."""
+    absent = [name for name in sorted(settings.plugins or ()) if not _is_installed(name)]
+    if absent:
+        names, verb = ", ".join(absent), "is" if len(absent) == 1 else "are"
+        warnings.warn(
+            f"LIGER_PLUGINS names {names}, which {verb} not installed: it takes the names of distributions, as "
+            "`pip list` shows them; `liger-tune plugins` lists those there are",
+            PluginWarning,
+            stacklevel=2,
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+    return True
+
+
 def scan(group: str) -> list[_Found]:
     """The entry points of a group, this distribution's first and its ``ops`` before what implements them."""
     found: dict[tuple[str, str, str], _Found] = {}

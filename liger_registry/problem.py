@@ -32,6 +32,15 @@ def budget_class(budget: int) -> int:
     return max(budget // step * step, 1)
 
 
+def budget_for(cost: int) -> int:
+    """The smallest budget class that holds so many bytes: 256 -> 256, 257 -> 320, 700 -> 768.
+
+    Rounded up to a power of two a default budget would leave nearly as much unused as it grants.
+    """
+    step = 1 << max((cost - 1).bit_length() - 3, 0)
+    return max(-(-cost // step) * step, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem: the hard part of a decision's key.

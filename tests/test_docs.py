@@ -79,8 +79,10 @@ def run_command(command: Command, directory: Path) -> None:
     settings = {}
     while "=" in words[0]:
         name, _, settings[name] = words.pop(0).partition("=")
-    # Importing torch takes longer than most verbs; one that starts workers has a process of its own all the same.
-    quick = words[0] == "liger-tune" and words[1] != "warmup" and not set("|&;<>*") & set(command.text)
+    # Importing torch takes longer than most verbs; one that starts workers, or becomes another program, gets a process
+    # of its own all the same.
+    own = words[1:2] in (["warmup"], ["exec"]) or set("|&;<>*") & set(command.text)
+    quick = words[0] == "liger-tune" and not own
     code, output = (run_here if quick else run_shell)(command.text, words, settings, directory)
     assert code == command.code, f"$ {command.text}\n{output}"
     assert not (missing := shown(command, output)), f"$ {command.text}\nno {missing!r} in\n{output}"
@@ -139,6 +141,27 @@ def test_python_blocks_run(source: str, capsys: pytest.CaptureFixture[str]) -> N
     assert ".explain(" not in source or "tiers" in capsys.readouterr().out
 
 
+# What a newcomer does before the first command, in an environment and a checkout of his own.
+INSTALLING = ("git", "python3", "pip")
+
+
+@pytest.mark.ci
+def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's commands in order; the whole of it, installation included, is tried by hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    console = [command for b in blocks(README) if b.language == "console" for command in commands(b)]
+    run = [command for command in console if not command.text.startswith(INSTALLING)]
+    assert len(run) >= 8
+    for command in run:
+        run_command(command, tmp_path)
+    losses = [command for command in run if "plain_pytorch" in command.text]
+    assert len(losses) == 2
+    outputs = [run_shell(c.text, [], {}, tmp_path)[1].splitlines()[-1] for c in losses]
+    assert outputs[0] == outputs[1], "the losses with and without the kernels"
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "path",
@@ -172,6 +195,16 @@ def test_a_page_is_well_formed(path: Path) -> None:
     assert re.search(r"^# \S", text, re.MULTILINE)
     for target in re.findall(r"\]\(([^)#:]+\.md)", text):
         assert (path.parent / target).resolve().is_file(), target
+
+
+def test_every_verb_has_a_row_in_the_readme() -> None:
+    from typer.main import get_command
+
+    from liger_registry.cli import app
+
+    verbs: set[str] = set(get_command(app).commands)  # type: ignore[attr-defined]
+    first = (line.split("|")[1] for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `"))
+    assert verbs <= {verb for cell in first for verb in re.findall(r"`([a-z-]+)`", cell)}
 
 
 def variables(path: Path) -> list[str]:

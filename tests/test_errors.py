@@ -38,6 +38,7 @@ BUILTINS = {
     "TritonMissingError": ImportError,
     "ExtraMissingError": ImportError,
     "UnsupportedTransformError": RuntimeError,
+    "UnsupportedShardingError": NotImplementedError,
     "AdapterError": ValueError,
     "LateReadError": RuntimeError,
     "DropInError": RuntimeError,

@@ -337,3 +337,24 @@ def test_handles_are_copied_and_pickled_as_themselves(op):
     handle = registry.get(op.name)
     assert copy.deepcopy(handle) is handle
     assert pickle.loads(pickle.dumps(handle)) is handle
+
+
+@pytest.mark.parametrize("call", ONE, ids=str)
+@pytest.mark.parametrize("change", ["sparse", "meta"])
+def test_tensors_that_are_no_plain_ones_are_refused_after_a_call_of_their_shapes(call, change):
+    inputs = call.inputs(needs=False)
+    call.run(inputs)
+    given = [n for n, tensor in enumerate(inputs) if tensor is not None]
+    for n in given:
+        if change == "meta" and len(given) == 1:
+            continue
+        odd = inputs[n].to("meta") if change == "meta" else inputs[n].to_sparse()
+        with pytest.raises(RegistryError, match="different devices" if change == "meta" else "no dense tensor"):
+            call.run((*inputs[:n], odd, *inputs[n + 1 :]))
+
+
+@pytest.mark.parametrize("call", [call for call in ONE if call.op.autocast], ids=str)
+def test_a_call_of_meta_tensors_alone_has_the_shapes(call):
+    inputs = call.inputs(needs=False)
+    found = call.run(tuple(t if t is None else t.to("meta") for t in inputs))
+    assert [y.shape for y in found] == [y.shape for y in call.run(inputs)]

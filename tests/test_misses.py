@@ -32,6 +32,19 @@ def test_each_problem_is_written_once(tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+def test_ranks_that_miss_the_same_write_it_once(tmp_path):
+    path = tmp_path / "misses.jsonl"
+    logs = [MissLog(path) for _ in range(4)]
+    assert [log.all() for log in logs] == [[]] * 4  # all of them have looked before any has written
+    for log in logs:
+        for rows in (1, 2):
+            log.add("a/b/c", fakes.problem(rows=rows))
+    assert len(path.read_text().splitlines()) == 2
+    logs[0].clear()
+    logs[1].add("a/b/c", fakes.problem(rows=3))
+    assert [problem.rows for _, problem in MissLog(path).all()] == [3]
+
+
 def test_a_later_run_goes_on(tmp_path):
     path = tmp_path / "misses.jsonl"
     MissLog(path).add("a/b/c", fakes.problem(rows=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
 
 import fakes
@@ -87,12 +88,13 @@ def test_options_that_are_refused(name, value):
     assert caught.value.candidates
 
 
-def test_no_float_option_takes_nan():
-    with pytest.raises(UnsupportedOptionError, match="NaN"):
-        Option("shift", float, 0.0).validate("op", float("nan"))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_float_option_takes_nan_or_infinity(value):
+    with pytest.raises(UnsupportedOptionError, match="NaN and infinity are no values"):
+        Option("shift", float, 0.0).validate("op", value)
 
 
-@given(st.floats(min_value=0, allow_nan=False))
+@given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
 def test_numbers_pass_unchanged(value):
     assert OP.bind((X,), {"gain": value})[1]["gain"] == value
 

@@ -195,6 +195,20 @@ def test_the_allow_list(installed, allowed, loaded):
         warn_of(records.values())  # what the user left out is no surprise
 
 
+def test_a_name_that_is_no_distribution_is_warned_of_once():
+    registry = Registry(settings=Settings(plugins=frozenset({"no-such-plugin", "liger_registry", "pytest"})))
+    with pytest.warns(PluginWarning, match="LIGER_PLUGINS names no-such-plugin, which is not installed") as told:
+        assert registry.get("rms_norm")
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.get("layer_norm")
+        assert Registry(settings=Settings(plugins=frozenset())).get("rms_norm")
+        assert Registry(settings=Settings(plugins=frozenset({"PyTest"}))).get("rms_norm")
+    with pytest.warns(PluginWarning, match="names no-such-a, no-such-b, which are not installed"):
+        build_catalog(Settings(plugins=frozenset({"no-such-b", "no-such-a"})))
+
+
 def test_a_plugin_that_is_left_out_is_not_imported(installed):
     installed(distribution="other", module="some_module_that_is_not_there")
     assert load(plugins=frozenset())[1]["other"].status == DISABLED

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from liger_registry import Problem
 from liger_registry.config import Fields
 from liger_registry.errors import TableInvalidError
-from liger_registry.problem import PHASES, bucket, scalar_fields
+from liger_registry.problem import PHASES, bucket, budget_class, budget_for, scalar_fields
 
 COUNTS = st.integers(0, 2**62)
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,9}", fullmatch=True)
@@ -47,6 +47,17 @@ def test_buckets_are_monotonic(one, two):
 @pytest.mark.parametrize(("count", "upper"), [(0, 1), (1, 1), (2, 2), (3, 4), (16384, 16384), (16385, 32768)])
 def test_buckets_by_hand(count, upper):
     assert bucket(count) == upper
+
+
+@given(st.integers(1, 2**40))
+def test_a_default_budget_is_a_class_that_holds_it_and_little_more(cost):
+    budget = budget_for(cost)
+    assert cost <= budget == budget_class(budget)
+    assert budget < cost + max(cost // 4, 1)
+
+
+def test_default_budgets_by_hand():
+    assert [budget_for(n) for n in (0, 1, 5, 256, 257, 700)] == [1, 1, 5, 256, 320, 768]
 
 
 def test_twenty_lengths_fall_into_few_buckets():

@@ -43,7 +43,7 @@ def test_budgets_argument_before_environment_before_contract(make):
     assert held(plain, 5) == (None, 5)
     assert held(make(memory_budget=9)) == (None, 9)
     declares = make(op_changes={"budget": lambda problem: 1000}, memory_budget=None)
-    assert held(declares) == (512, 1000)
+    assert held(declares) == (896, 1000)
     assert held(declares, 0) == (1, 0)
     assert held(make(op_changes={"budget": lambda problem: 1000}, memory_budget=70)) == (64, 70)
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_registry.launch import launch
-from liger_registry.problem import bucket
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
@@ -40,17 +39,6 @@ def dense_vector(vector: Vector) -> Vector:
     would be an argument of every kernel. The check costs the hot path 45 ns.
     """
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
-
-
-def streams(x: Tensor, rows: int, device: Device) -> bool:
-    """Whether rows of x pass through the second-level cache and are not found there again.
-
-    Asked of the bucket's upper end, so that all row counts of a bucket run one code. Evicted first, they leave the
-    cache to the vectors that each program reads: 1.3 % of a norm's forward of 16384 x 4096 on an H200.
-    """
-    size, most = x.numel() * x.element_size(), 2 * device.limits.l2_bytes
-    # A bucket's upper end is less than twice its lower: what is half as large needs no bucket, .3 us of a small call.
-    return 2 * size > most > 0 and bucket(rows) * x.shape[-1] * x.element_size() > most
 
 
 def sums_by_tile(columns: int, rows: int, num_warps: int, device: Device) -> bool:

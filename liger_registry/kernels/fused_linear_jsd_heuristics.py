@@ -19,7 +19,7 @@ from liger_registry.kernels.linear_heuristics import (
     stage_rows,
     wide_size,
 )
-from liger_registry.problem import Problem
+from liger_registry.problem import Problem, budget_for
 
 # Losses, labels and the rows that count, in bytes a row; copies in fp32 that a stage in PyTorch makes.
 _VECTORS, _COPIES = 64, 9
@@ -47,10 +47,10 @@ def slab_bytes(problem: Problem, rows: int, accumulate: bool) -> int:
 
 
 def default_budget(problem: Problem) -> int:
-    """What the default slab takes, as a power of two, so that shapes nearby share a key."""
+    """What the default slab takes, as a budget class, so that shapes nearby share a key."""
     held = problem.dtypes["student_input"] == "float16"
     cost = slab_bytes(problem, default_rows(int(problem.tokens)), held)
-    return 1 << max(cost - 1, 0).bit_length()
+    return budget_for(cost)
 
 
 def chunked_bytes(problem: Problem, config: Config) -> int:

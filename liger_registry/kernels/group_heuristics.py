@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from liger_registry.config import Config
 from liger_registry.kernels import linear_heuristics as h
+from liger_registry.problem import budget_for
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
@@ -29,14 +30,14 @@ def slab_bytes(problem: Problem, config: Config) -> int:
 
 
 def default_budget(problem: Problem) -> int:
-    """What the default slab takes, or one of the vocabulary, as a power of two, so that shapes nearby share a key.
+    """What the default slab takes, or one of the vocabulary, as a budget class, so that shapes nearby share a key.
 
     A group of more rows than that slab is not meant to fit: two slabs' rows are the most.
     """
     rows = h.default_rows(int(problem.tokens))
     most = min(rows + min(int(problem.group), rows), max(int(problem.tokens), 1))
     cost = max(h.row_slab_bytes(problem, most), h.vocab_budget(problem))
-    return 1 << max(cost - 1, 0).bit_length()
+    return budget_for(cost)
 
 
 def heuristic(problem: Problem, device: Device) -> Config:

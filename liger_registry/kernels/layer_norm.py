@@ -25,7 +25,6 @@ from liger_registry.kernels._rows import (
     dense_vector,
     row_ids,
     row_offsets,
-    streams,
     strided,
     sum_partials,
     sums_by_tile,
@@ -53,7 +52,6 @@ def _forward(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    STREAM: tl.constexpr,
     LATE: tl.constexpr,
     ROW_DIMS: tl.constexpr,
     n1=None,
@@ -72,7 +70,6 @@ def _forward(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     x_columns = X + column_offsets(column, x_column)
-    policy: tl.constexpr = "evict_first" if STREAM else ""
     if W is not None and not LATE:
         weight = tl.load(W + column, mask=inside, other=0.0).to(tl.float32)
     if B is not None and not LATE:
@@ -82,7 +79,7 @@ def _forward(
         valid = row < tl.cast(rows, row.dtype)
         mask = valid[:, None] & inside[None, :]
         x_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, x0, x1, x2, x3)
-        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
+        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0).to(tl.float32)
         mean = tl.div_rn(tl.sum(x, 1), tl.cast(HIDDEN, tl.float32))
         distance = x - mean[:, None]
         if HIDDEN != BLOCK:
@@ -100,7 +97,7 @@ def _forward(
                 bias = tl.load(B + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y += bias[None, :]
         y_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, y0, y1, y2, y3)
-        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask, eviction_policy=policy)
+        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "n1", "n2", "n3"])
@@ -319,7 +316,6 @@ def forward_multi_row(
         BLOCK=1 << (hidden - 1).bit_length(),
         BLOCK_ROWS=block_rows,
         STAGES=num_stages,
-        STREAM=streams(x, rows, device),
         LATE=not programs_per_unit,
         ROW_DIMS=row_dims,
         num_warps=num_warps,

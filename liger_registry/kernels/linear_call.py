@@ -92,6 +92,18 @@ class Call:
         )
 
     @property
+    def held(self) -> torch.dtype:
+        """The dtype of gradients between forward and backward: of many tokens they may be larger than fp16 holds."""
+        dtype = self.hidden.dtype
+        return wide(dtype) if dtype == torch.float16 else dtype
+
+    @property
+    def held_factors(self) -> Factors:
+        """The factors of those gradients, in fp16 with a mean's division left for later."""
+        found: Factors = self.factors
+        return self.factors_of(apart=True) if self.hidden.dtype == torch.float16 else found
+
+    @property
     def predicts(self) -> bool:
         """Whether any output needs the largest logit."""
         return bool(self.options["return_token_accuracy"] or self.options["return_predicted_tokens"])

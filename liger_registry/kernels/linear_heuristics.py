@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from liger_registry.problem import bucket, budget_for
+
 if TYPE_CHECKING:
     from liger_registry.config import Config
     from liger_registry.device import Device
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 #: Rows of the smallest slab that keeps a GPU's matrix products at full rate: 2,048 x 4,096 are two waves of tiles of
 #: 128 x 256 on 132 units.
 LEAST_ROWS = 2048
-#: A gradient that is summed over slabs in 16 bits is rounded once a slab. Four slabs cost it 1.6 times eager's error on
-#: an H200, eight 1.75 to 2 times (N 8192, H 512, V 32000): the square root of the sum of the parts done so far.
+#: A gradient that is summed over slabs in 16 bits is rounded once a slab: its error grows with the square root of the
+#: sum of the parts done so far. Four slabs cost it 1.6 times eager's error (H200, N 8192, H 512, V 32000) and up to 1.9
+#: times (N 8192, V 128256); eight 1.75 to 2 times. Summed in fp32 it has eager's.
 MOST_ROUNDINGS = 4
 #: Bytes of a slab that are worth fewer roundings: 2,048 rows of 128,256 columns in 16 bits take 501 MiB. Of 32,000
 #: columns they hold 8,192 rows.
@@ -133,21 +136,32 @@ def vocab_slab_bytes(problem: Problem, slabs: int) -> int:
     )
 
 
-def _power(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def row_budget(problem: Problem) -> int:
     """The default budget where slabs of rows are usual: what the default slab takes, or one of the vocabulary.
 
-    It is a power of two, so that shapes nearby share a key.
+    It is rounded up to a budget class, so that shapes nearby share a key.
     """
-    return _power(max(row_slab_bytes(problem, usual_rows(problem)), _vocab_default(problem)))
+    return budget_for(max(row_slab_bytes(problem, usual_rows(problem)), _vocab_default(problem)))
 
 
 def vocab_budget(problem: Problem) -> int:
-    """The default budget where slabs of the vocabulary are: what one of 8,192 columns takes, as a power of two."""
-    return _power(_vocab_default(problem))
+    """The default budget where slabs of the vocabulary are: what one of 8,192 columns takes, as a budget class."""
+    return budget_for(_vocab_default(problem))
+
+
+def why_not_untuned(problem: Problem, device: Device) -> str | None:
+    """Why one slab of all rows is not taken unless it was measured: it needs more than slabs of rows do.
+
+    The default budget may be that of slabs of the vocabulary, which of small ones is larger. A larger budget that the
+    caller gave is there to be used.
+    """
+    budget = problem.flags.get("budget")
+    if not isinstance(budget, int) or budget > row_budget(problem):
+        return None
+    cost = row_slab_bytes(problem, int(problem.tokens))
+    if cost <= (most := max(USUAL_BYTES, row_slab_bytes(problem, usual_rows(problem)))):
+        return None
+    return f"it needs {cost:,} bytes, and is to be measured before it may take more than the {most:,} of usual slabs"
 
 
 def _vocab_default(problem: Problem) -> int:
@@ -210,7 +224,7 @@ def stage_problem(problem: Problem, phase: str, rows: int, columns: int, **flags
         op="logit_statistics",
         scheme="default",
         phase=phase,
-        dims=none.having(rows=_power(max(rows, 1)), vocab=columns),
+        dims=none.having(rows=bucket(max(rows, 1)), vocab=columns),
         dtypes=none.having(logits=problem.dtypes["hidden"], class_weight=class_weight),
         flags=none.having(**stage_flags(problem, **flags), **told),
     )

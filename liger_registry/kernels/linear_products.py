@@ -69,7 +69,9 @@ def _logits_with_bias(slab: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """``total += left @ right``, or ``total = left @ right`` for the first; total may be of a wider dtype."""
-    if in_blocks(left):
+    # A processor's product of 16 bits is rounded to them, which a wider sum is there to avoid.
+    wider = left.device.type == "cpu" and total.dtype != left.dtype and not _widens(total)
+    if wider or in_blocks(left):
         add_blocks(total, left, right, None if first else total)
     elif total.dtype == left.dtype:
         if first:

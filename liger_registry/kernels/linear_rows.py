@@ -81,6 +81,8 @@ class RowGradients:
         kept: (count,), the rows that count; None for all.
         needs: which gradients are needed, of hidden, weight and bias.
         sums: ``float32`` sums the head's gradient over the slabs in fp32, ``input`` in its own dtype.
+        held: the dtype of the gradients, wider than the inputs' where what they are yet to be multiplied with makes
+            them fit; None for the inputs'.
     """
 
     def __init__(
@@ -96,11 +98,11 @@ class RowGradients:
         kept: Tensor | None,
         needs: tuple[bool, ...],
         sums: str,
+        held: torch.dtype | None = None,
     ) -> None:
         self.weight, self.target, self.class_weight, self.factors = weight, target, class_weight, factors
         self.stage, self.options, self.kept = stage, options, kept
-        # Gradients that are yet to be divided may be larger than fp16 holds.
-        held = hidden.dtype if factors.apart is None else wide(hidden.dtype)
+        held = held or hidden.dtype
         summed = wide(hidden.dtype) if sums == "float32" else held
         empty = target.shape[0] == 0
         self.held = held
@@ -133,9 +135,9 @@ class RowGradients:
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden, weight and bias, None for those not needed."""
         apart = self.factors.apart
-        found = (self.hidden, self.head, self.bias)
+        found = [self.hidden, self.head, self.bias]
         if apart is not None:
-            return tuple(None if g is None else g.mul_(apart) for g in found)  # type: ignore[return-value]
+            found = [None if g is None else g.mul_(apart) for g in found]
         return tuple(None if g is None else g.to(self.held) for g in found)  # type: ignore[return-value]
 
 

@@ -231,6 +231,7 @@ def gradients_over_vocab(
     needs: tuple[bool, ...],
     options: Mapping[str, Any],
     factor: Tensor | None = None,
+    held: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of hidden, weight and bias from slabs of the vocabulary.
 
@@ -249,13 +250,14 @@ def gradients_over_vocab(
         slabs: of the vocabulary.
         needs: which of the three are needed.
         options: of the stage.
-        factor: 0-dim; the gradients come in fp32 and times this. None for the inputs' dtypes.
+        factor: 0-dim, what the gradients are multiplied with at the end; None for nothing.
+        held: the dtype of the gradients, where it is wider than the inputs'; None for theirs.
 
     Returns:
         The gradients, None for those not needed.
     """
     count, vocab, sums = hidden.shape[0], weight.shape[0], wide(hidden.dtype)
-    held = hidden.dtype if factor is None else sums
+    held = held or hidden.dtype
     d_hidden = hidden.new_empty(hidden.shape, dtype=sums) if needs[0] else None
     d_weight = weight.new_empty(weight.shape, dtype=held) if needs[1] else None
     d_bias = weight.new_empty(vocab, dtype=held) if needs[2] and bias is not None else None
@@ -280,7 +282,7 @@ def gradients_over_vocab(
             add_product(d_weight[here], slab.t(), hidden, True)
         if d_bias is not None:
             add_columns(d_bias[here], slab, True)
-    found_all = (d_hidden, d_weight, d_bias)
+    found_all = [d_hidden, d_weight, d_bias]
     if factor is not None:
-        return tuple(None if g is None else g.mul_(factor) for g in found_all)  # type: ignore[return-value]
-    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+        found_all = [None if g is None else g.mul_(factor) for g in found_all]
+    return tuple(None if g is None else g.to(held) for g in found_all)  # type: ignore[return-value]

@@ -121,6 +121,7 @@ def constrain_persistent(space: ConfigSpace) -> ConfigSpace:
         "its threads hold more than they have registers for",
     )
     space = space.where(lambda c, p, d: c.num_warps < 32 or c.block_rows == 1, "32 warps are for rows that need them")
+    space = space.where(lambda c, p, d: c.num_warps > 2 or block_of(p) < 1024, "two warps are for narrow rows")
     space = space.where(
         lambda c, p, d: c.num_stages > 1 or c.programs_per_unit >= 4,
         "nothing hides the latency of a lone program's loads",
@@ -133,7 +134,7 @@ def constrain_persistent(space: ConfigSpace) -> ConfigSpace:
     )
     return space.where(
         lambda c, p, d: (
-            c.num_stages < 4 and c.programs_per_unit >= (8, 4, 2)[c.num_stages - 1]
+            c.num_stages < 4 and (4, 4, 2)[c.num_stages - 1] <= c.programs_per_unit <= (8, 4, 4)[c.num_stages - 1]
             if block_of(p) < 1024
             else c.programs_per_unit * max(c.num_stages - 1, 1) <= 4
         ),

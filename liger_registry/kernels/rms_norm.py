@@ -24,7 +24,6 @@ from liger_registry.kernels._rows import (
     dense_vector,
     row_ids,
     row_offsets,
-    streams,
     strided,
     sum_partials,
     sums_by_tile,
@@ -77,7 +76,6 @@ def _forward(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    STREAM: tl.constexpr,
     LATE: tl.constexpr,
     LLAMA: tl.constexpr,
     ROW_DIMS: tl.constexpr,
@@ -97,7 +95,6 @@ def _forward(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     x_columns = X + column_offsets(column, x_column)
-    policy: tl.constexpr = "evict_first" if STREAM else ""
     if W is not None and not LATE:
         factor = factor_of(tl.load(W + column, mask=inside, other=0.0), offset, LLAMA)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -105,7 +102,7 @@ def _forward(
         valid = row < tl.cast(rows, row.dtype)
         mask = valid[:, None] & inside[None, :]
         x_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, x0, x1, x2, x3)
-        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
+        x = tl.load(x_columns[None, :] + x_row[:, None], mask=mask, other=0.0).to(tl.float32)
         rstd = reciprocal_root(tl.sum(x * x, 1), eps, HIDDEN)
         tl.store(RSTD + row, rstd, mask=valid)
         y = x * rstd[:, None]
@@ -115,7 +112,7 @@ def _forward(
                 factor = factor_of(w, offset, LLAMA)
             y = rounded(y, X.dtype.element_ty, LLAMA) * factor[None, :]
         y_row = row_offsets(row, HIDDEN, ROW_DIMS, n1, n2, n3, y0, y1, y2, y3)
-        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask, eviction_policy=policy)
+        tl.store(Y + y_row[:, None] + column[None, :], y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "n1", "n2", "n3"])
@@ -284,7 +281,6 @@ def forward_multi_row(
         BLOCK=1 << (hidden - 1).bit_length(),
         BLOCK_ROWS=block_rows,
         STAGES=num_stages,
-        STREAM=streams(x, rows, device),
         LATE=not programs_per_unit,
         LLAMA=casting == "llama",
         ROW_DIMS=row_dims,

@@ -73,17 +73,17 @@ class Factors:
         smooth, square = base, base
         outside = None
         if reduction == "mean":
-            none = counted.sum().to(dtype)
             # With nothing to count there is nothing to divide; a target out of range spoils the sum, not the count.
-            count = none if num_items is None else num_items.to(dtype)
+            count = counted.sum().to(dtype) if num_items is None else num_items.to(dtype)
             divisor = count
             if class_weight is not None and num_items is None:
                 divisor = torch.where(counted & inside, loss, 0.0).sum()
-            factor = torch.where(none == 0, 0.0, 1.0 / divisor)
-            squares = factor if divisor is count else torch.where(none == 0, 0.0, 1.0 / count)
+            factor = _inverse(divisor)
+            squares = factor if divisor is count else _inverse(count)
             if apart:
-                outside, squares = factor, torch.where(none == 0, 0.0, divisor / count)
-                factor = torch.ones_like(factor)
+                # Class weights that are all 0 leave the square alone.
+                outside = torch.where(factor == 0, squares, factor)
+                factor, squares = (torch.where(outside == 0, 0.0, part / outside) for part in (factor, squares))
             loss, smooth, square = loss * factor, base * factor, base * squares
         if label_smoothing:
             loss = loss * (1.0 - label_smoothing)
@@ -141,3 +141,8 @@ class Factors:
             whole = None if whole is None else whole * upstream
             weighted = None if weighted is None else weighted * upstream
         return slopes_of(found, loss, whole, weighted)
+
+
+def _inverse(number: Tensor) -> Tensor:
+    """1 / number, 0 of 0: nothing to count is no loss."""
+    return torch.where(number == 0, 0.0, 1.0 / number)

@@ -22,7 +22,7 @@ COMPACT = ("auto", "on", "off")
 # Examples lie on grids so coarse that a product in fp32 is exact in any order: logits are then rounded alike by every
 # implementation, and what differs is a fault. Hidden states are multiples of 1/8, weights of an eighth of their size.
 # Random weights and biases in float32 are finer, so that a cast to bf16 shows, though not one to TF32 of 11 bits.
-_GRID, _FINE_GRID = 8.0, 256.0
+GRID, FINE_GRID = 8.0, 256.0
 
 
 def validate(op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any) -> None:  # noqa: ANN401
@@ -106,11 +106,11 @@ def example(problem: Problem, device: torch.device | str, seed: int, style: str)
     dtype = getattr(torch, str(problem.dtypes["hidden"]))
     size = 2.0 ** -max(0, (width.bit_length() - 3) // 2)
 
-    def on_grid(shape: tuple[int, ...], seed: int, style: str, scale: float, grid: float = _GRID) -> torch.Tensor:
+    def on_grid(shape: tuple[int, ...], seed: int, style: str, scale: float, grid: float = GRID) -> torch.Tensor:
         values = fill(shape, torch.float32, device, seed, style)
         return values if values.is_meta else (values * grid).round_().mul_(scale / grid)
 
-    fine = _FINE_GRID if dtype.itemsize > 2 and style == "random" else _GRID
+    fine = FINE_GRID if dtype.itemsize > 2 and style == "random" else GRID
     hidden, weight = on_grid((tokens, width), seed, style, 1.0), on_grid((vocab, width), seed + 1, "random", size, fine)
     bias = None if problem.dtypes["bias"] == "none" else on_grid((vocab,), seed + 2, "random", 1.0, fine)
     target = torch.empty(tokens, dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ def example(problem: Problem, device: torch.device | str, seed: int, style: str)
         target = torch.randint(vocab, (tokens,), generator=generator, device=device)
         target[-1:] = vocab - 1
         sure = slice(0, tokens // 4)
-        hidden[sure] = (hidden[sure] + weight[target[sure]] * (2.0 / size)).mul_(_GRID).round_().div_(_GRID)
+        hidden[sure] = (hidden[sure] + weight[target[sure]] * (2.0 / size)).mul_(GRID).round_().div_(GRID)
         if style == "zeros":
             target[::2] = -100
         target[5::8] = -100
@@ -173,7 +173,7 @@ class Sizes:
         weighted: torch.Tensor | None = None,
         mean: Any = None,  # noqa: ANN401
     ) -> dict[str, torch.Tensor]:
-        """The sizes of the gradients of hidden, weight and bias.
+        """The sizes of the gradients of hidden, weight and bias, in their shapes.
 
         Args:
             loss: (tokens,), the derivative by the target's negative log-probability.
@@ -199,8 +199,9 @@ class Sizes:
             size = size + mean.abs()[:, None] * self.p * steps * off
             value = value + mean[:, None] * self.p * (1.0 + self.z - centre)
         size, value = size * self.slope, value * self.slope
+        rows = (value @ self.weight).abs() + _root(size, self.weight)
         return {
-            "grad_hidden": (value @ self.weight).abs() + _root(size, self.weight),
+            "grad_hidden": rows.view(*self.shape, rows.shape[-1]),
             "grad_weight": (value.t() @ self.rows).abs() + _root(size.t(), self.rows),
             "grad_bias": value.sum(0).abs() + _root(size.t(), torch.ones_like(self.rows[:, :1])).squeeze(1),
         }

@@ -73,13 +73,13 @@ def divisors(
     class_weight: torch.Tensor | None,
     num_items: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a mean divides the loss and the square by; infinity where nothing counts, so that 0 is what is left."""
+    """What a mean divides the loss and the square by; infinity in place of 0, so that 0 is what is left."""
     import torch
 
     count = counted.sum().to(own.dtype)
     second = count if num_items is None else num_items.to(own.dtype)
     first = torch.where(right, own, 0.0).sum() if class_weight is not None and num_items is None else second
-    return torch.where(count == 0, torch.inf, first), torch.where(count == 0, torch.inf, second)
+    return torch.where(first == 0, torch.inf, first), torch.where(second == 0, torch.inf, second)
 
 
 def reference(

@@ -5,7 +5,8 @@ With ``z`` the logits in fp32 (float64: float64), capped by ``softcap * tanh(log
 
     (1 - e) * w[target] * (lse - z[target])  +  e / vocab * sum(w * (lse - z))  +  lse_square_scale * lse^2
 
-Rows whose target is ``ignore_index`` are 0, in value and gradient; so is all of it if nothing is counted. Rows whose
+Rows whose target is ``ignore_index`` are 0, in value and gradient; so is all of it if nothing is counted, and a mean
+that divides by 0, of class weights that are all 0 or a ``num_items`` of 0 (PyTorch: NaN). Rows whose
 target is no class are NaN, unless ``LIGER_CHECK=1`` has them raise. The three reductions:
 
 ========= ===========================================================================================================

@@ -25,7 +25,7 @@ from liger_registry.examples import fill
 from liger_registry.kernels.fused_linear_jsd_heuristics import default_budget
 from liger_registry.op import Description, DimKind, Input, Op, Option, Scheme, dtype_name
 from liger_registry.ops import _divergences as d
-from liger_registry.ops._linear import COMPACT
+from liger_registry.ops._linear import COMPACT, FINE_GRID, GRID
 from liger_registry.ops.jsd import BETA, KINDS, kind_of
 from liger_registry.ops.logit_divergence import (
     SOME_TEMPERATURE,
@@ -218,7 +218,8 @@ def example(problem: Problem, device: torch.device | str, seed: int = 0, style: 
     """The inputs for a problem, on the meta device without values; with labels every fifth row does not count.
 
     They lie on grids so coarse that products in fp32 are exact in any order, so that logits are rounded alike by every
-    implementation: what differs is then a fault.
+    implementation: what differs is then a fault. Those of style ``random`` have weights, and those of ``zeros`` states,
+    that a cast to bf16 would change, where they are of more bits.
     """
     import torch
 
@@ -226,11 +227,13 @@ def example(problem: Problem, device: torch.device | str, seed: int = 0, style: 
     made: list[torch.Tensor | None] = []
     for number, (name, width) in enumerate((("student", problem.hidden), ("teacher", problem.teacher_hidden))):
         size = 2.0 ** -max(0, (int(width).bit_length() - 3) // 2)
-        kinds = (((tokens, int(width)), style, 1.0), ((vocab, int(width)), "random", size))
-        for part, (shape, kind, factor) in enumerate(kinds):
+        kinds = (((tokens, int(width)), style, 1.0, "zeros"), ((vocab, int(width)), "random", size, "random"))
+        dtype = getattr(torch, str(problem.dtypes[f"{name}_input"]))
+        for part, (shape, kind, factor, fine) in enumerate(kinds):
             values = fill(shape, torch.float32, device, seed + 2 * number + part, kind)
-            values = values if values.is_meta else (values * 8).round_().mul_(factor / 8)
-            made.append(values.to(getattr(torch, str(problem.dtypes[f"{name}_input"]))))
+            grid = FINE_GRID if dtype.itemsize > 2 and style == fine else GRID
+            values = values if values.is_meta else (values * grid).round_().mul_(factor / grid)
+            made.append(values.to(dtype))
     if problem.masked:
         labels = torch.zeros(tokens, dtype=torch.int64, device=device)
         if not labels.is_meta:

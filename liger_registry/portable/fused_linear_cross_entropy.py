@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def _forward_rows(call: Call, hidden: Tensor, stages: Stages, needs: tuple[bool, ...], rows: int, sums: str) -> Results:
-    held = call.factors_of(apart=True) if call.hidden.dtype == torch.float16 else call.factors
     told = call.stage_options
     grads = RowGradients(
         call.hidden,
@@ -34,12 +33,13 @@ def _forward_rows(call: Call, hidden: Tensor, stages: Stages, needs: tuple[bool,
         call.labels,
         call.bias,
         call.smoothing_weight,
-        held,
+        call.held_factors,
         stages["gradient"],
         told,
         call.kept,
         needs,
         sums,
+        call.held,
     )
     asked = {**told, "predict": call.predicts}
     operands = (call.hidden, call.weight, call.labels, call.bias, call.smoothing_weight)
@@ -108,8 +108,8 @@ def forward_vocab_slabs(
     found = over_vocab(*operands, stages["statistics"], slabs, asked)
     if not any(needs):
         return (*call.outputs(found), None, None, None)
-    held = call.factors_of(apart=True) if call.hidden.dtype == torch.float16 else call.factors
-    slopes = held.slopes(found)
+    factors = call.held_factors
+    slopes = factors.slopes(found)
     grads = gradients_over_vocab(
         *operands,
         found,
@@ -118,7 +118,8 @@ def forward_vocab_slabs(
         slabs,
         needs,
         told,
-        held.apart,
+        factors.apart,
+        call.held,
     )
     return (*call.outputs(found), *_placed(call, hidden, grads))
 

@@ -59,12 +59,17 @@ def forward(
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
     grads = [None if x is None or not x.requires_grad else next(found) for x in leaves]
-    # A mean over nothing is NaN there.
-    counts = (labels != ignore_index).any() if labels.numel() else labels.new_zeros((), dtype=torch.bool)
+    # A mean that divides by 0 is NaN there.
+    counted = labels != ignore_index
+    divisor = counted.sum() if num_items is None else num_items
+    if class_weight is not None and num_items is None and reduction == "mean":
+        divisor = class_weight[labels.masked_fill(lost | ~counted, 0)].masked_fill(lost | ~counted, 0).sum()
+    counts = divisor != 0
     result = torch.where(counts, loss.detach().float(), 0.0)
     grads = [None if g is None else torch.where(counts, g, 0.0) for g in grads]
     if num_items is not None:
-        result, grads = result / num_items, [None if g is None else g / num_items.to(g.dtype) for g in grads]
+        items = num_items.masked_fill(~counts, 1)
+        result, grads = result / items, [None if g is None else g / items.to(g.dtype) for g in grads]
     result = torch.where(lost.any(), torch.nan, result)
     grad_hidden, grad_weight, grad_bias = grads
     if grad_hidden is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_registry.transformers.auto_model import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_registry.transformers.callback import LigerRegistryCallback as LigerRegistryCallback
     from liger_registry.transformers.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
     from liger_registry.transformers.engine.adapters import Adapter as Adapter
     from liger_registry.transformers.engine.apply import Applied as Applied
@@ -77,10 +78,17 @@ if TYPE_CHECKING:
     from liger_registry.transformers.swiglu import LigerSwiGLUMLPForMuseGlimmer as LigerSwiGLUMLPForMuseGlimmer
     from liger_registry.transformers.tiled_mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
     from liger_registry.transformers.tiled_mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
+    from liger_registry.transformers.trl import AppliedToTRL as AppliedToTRL
+    from liger_registry.transformers.trl import apply_to_trl as apply_to_trl
     from liger_registry.transformers.tvd import LigerTVDLoss as LigerTVDLoss
+    from liger_registry.transformers.vocabulary_parallel import (
+        vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
+    )
+    from liger_registry.transformers.vocabulary_parallel import vocabulary_parallel_logp as vocabulary_parallel_logp
 
 _NAMES = {
     "auto_model": "AutoLigerKernelForCausalLM",
+    "callback": "LigerRegistryCallback",
     "cross_entropy": "LigerCrossEntropyLoss",
     "engine.adapters": "Adapter",
     "engine.apply": "Applied apply applied_to",
@@ -107,7 +115,9 @@ _NAMES = {
     "swiglu": "LigerBlockSparseTop2MLP LigerFalconH1SwiGLUMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP "
     "LigerSwiGLUMLPForMuseGlimmer",
     "tiled_mlp": "LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
+    "trl": "AppliedToTRL apply_to_trl",
     "tvd": "LigerTVDLoss",
+    "vocabulary_parallel": "vocabulary_parallel_cross_entropy vocabulary_parallel_logp",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOME)

@@ -32,7 +32,7 @@ class Candidate:
     Attributes:
         implementation: the implementation.
         config: the config.
-        heuristic: whether it is the config that the implementation's own heuristic names.
+        heuristic: whether it is the config that the implementation's own heuristic names, and may serve untuned.
     """
 
     implementation: Implementation
@@ -126,7 +126,8 @@ def _of(
         for c in found
         if c not in kept
     ]
-    return [Candidate(implementation, config, config == heuristic) for config in kept], rejected
+    serves = implementation.why_not_untuned(problem, device) is None
+    return [Candidate(implementation, config, serves and config == heuristic) for config in kept], rejected
 
 
 def in_order(catalog: Catalog, problem: Problem) -> list[Implementation]:

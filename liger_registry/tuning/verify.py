@@ -1,9 +1,10 @@
 """Verification: a candidate's results against the reference in float64, where faults have nowhere to hide.
 
 Sizes are the contract's proxies (the same code and divisibility, a tail), inputs are of every style, memory that nobody
-wrote is poisoned, scratch is dirty, and neither inputs nor what lies around them may change. A device has more units
-than proxies have tiles, so programs that walk over the rows are also verified on one of few units, where each goes
-round at least twice. What depends on the number of rows itself is left to ``whole``.
+wrote is poisoned, scratch is dirty, and neither inputs nor what lies around them may change. On a GPU one case also
+runs on two streams at once. A device has more units than proxies have tiles, so programs that walk over the rows are
+also verified on one of few units, where each goes round at least twice. What depends on the number of rows itself is
+left to ``whole``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from liger_registry.problem import BACKWARD, Problem, bucket
 from liger_registry.tuning.case_cache import CaseCache
 from liger_registry.tuning.cases import FEW_UNITS, LARGE, Case, evaluate, reduced
 from liger_registry.tuning.layouts import Poisoned, bits, dirty
+from liger_registry.tuning.streams import differs
 
 if TYPE_CHECKING:
     from liger_registry.device import Device
@@ -158,7 +160,8 @@ def verify(
     verdicts: list[Verdict] = []
     for index, make in enumerate(cases):
         starting(index)
-        found = run_case(op, implementation, config, make(), device, huge=index % 2 == 1)
+        # One case is enough for what calls share, and the first is the one that least has to be compiled for.
+        found = run_case(op, implementation, config, make(), device, huge=index % 2 == 1, together=index == 0)
         verdicts += found
         if not all(v.passed for v in found):
             break
@@ -166,7 +169,14 @@ def verify(
 
 
 def run_case(
-    op: Op, implementation: Implementation, config: Config, case: Case, device: Device, *, huge: bool = False
+    op: Op,
+    implementation: Implementation,
+    config: Config,
+    case: Case,
+    device: Device,
+    *,
+    huge: bool = False,
+    together: bool = False,
 ) -> list[Verdict]:
     """The verdicts on one case.
 
@@ -177,6 +187,7 @@ def run_case(
         case: the inputs and the right results.
         device: the device it is verified for.
         huge: poison memory with large numbers instead of NaN.
+        together: on a GPU, also run it on two streams at once, if it is deterministic.
     """
     names, tensors, call, needs = call_of(op, implementation, config, case, device)
     # Of the sizes that results have, since scratch often has them too, in their dtype or in float32.
@@ -203,6 +214,9 @@ def run_case(
                 for name, equal in zip(found, same, strict=True)
                 if not equal
             ]
+            on_gpu = any(t is not None and t.is_cuda for t in tensors)
+            if together and on_gpu and not allowed and all(v.passed for v in verdicts) and differs(call, tensors, huge):
+                verdicts.append(fault(case.label, "results", "beside a call on another stream they are others"))
     finally:
         for view, values in allowed:  # what lies around it may not have changed all the same
             view.copy_(values)

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import every_op
 import pytest
 
+from liger_registry import registry
 from liger_registry.plugins import PluginRecord
+from liger_registry.tuning.odd import problems_for
 
+OPS = tuple(op.name for op in every_op.public_ops())
 SIZES = ("--rows", 8, "--hidden", 32, "--dtype", "float32")
 
 
@@ -66,6 +70,28 @@ def test_explain_prints_every_tier_that_was_asked(tune: Callable[..., Any]) -> N
     text = tune("explain", "rms_norm", *SIZES, "--device", "cpu", "--phase", "forward").stdout
     for tier in ("pinned", "plan", "exact", "stale", "near", "shipped", "sibling", "heuristic"):
         assert tier in text
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "scheme"])
+@pytest.mark.parametrize("op", OPS)
+def test_explain_of_every_operation(
+    tune: Callable[..., Any], tune_json: Callable[..., Any], op: str, phase: str
+) -> None:
+    contract = registry.catalog.op(op)
+    description = problems_for(contract, contract.schemes[0].name, "forward")[0]
+    sizes = [f"{name}={n}" for name, n in description.dims.items()]
+    dtypes = [f"{name}={dtype}" for name, dtype in description.dtypes.items()]
+    pairs = (("--dim", sizes), ("--dtype", dtypes))
+    given = [word for name, values in pairs for value in values for word in (name, value)]
+    given += ["--device", "cpu", "--phase", phase]
+    found = tune_json("explain", op, *given)
+    several = len(contract.schemes) > 1
+    assert bool(found) is (phase != "scheme" or several)
+    text = tune("explain", op, *given).stdout
+    for explanation in found:
+        decision = explanation["decision"]
+        assert f"-> {'scheme ' + decision['scheme'] if phase == 'scheme' else decision['implementation']}" in text
+        assert any(tier["accepted"] for tier in explanation["tiers"])
 
 
 @pytest.mark.parametrize(

@@ -643,6 +643,15 @@ def test_a_step_of_others_does_no_harm():
         z.sum()
 
 
+def test_a_write_past_the_record_of_changes_is_not_seen():
+    _, head, _ = linear_head()
+    z, kept = head(hidden()), head(hidden())
+    before = kept.computed()
+    head.weight.data.mul_(2)
+    assert torch.equal(kept, before)
+    close(z.computed(), 2 * before)
+
+
 def test_weights_and_hidden_states_written_by_hand():
     _, head, _ = linear_head()
     h = hidden()
@@ -656,6 +665,23 @@ def test_weights_and_hidden_states_written_by_hand():
     h.mul_(2)
     with pytest.raises(LateReadError, match="hidden states"):
         z.sum()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "afterwards"])
+@pytest.mark.parametrize("chain", [*CHAINS, "mT"])
+def test_no_operation_computes_logits_of_inference_mode(chain, inside):
+    plain, head, counts = linear_head(bias=True)
+    apply = {**CHAINS, "mT": lambda z: z.mT.mT}[chain]
+    with torch.inference_mode():
+        h = hidden()
+        z, right = head(h), plain(h)
+    with torch.inference_mode(inside):
+        ours, theirs = apply(z), apply(right)
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+        target = targets(*theirs.shape[:-1]).flatten()
+        loss = F.cross_entropy(ours.float().contiguous().flatten(0, -2), target)
+        assert not counts, "the logits were computed"
+        close(loss, F.cross_entropy(theirs.flatten(0, -2).float(), target))
 
 
 def test_inference_mode():

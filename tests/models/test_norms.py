@@ -335,3 +335,43 @@ def test_a_compiled_norm_is_one_graph():
     x = torch.randn(3, WIDTH)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), plain(x))
+
+
+class DerivedEps(LlamaNorm):
+    """A norm whose eps is made of two attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 2.0
+
+    def forward(self, hidden_states):
+        wide = hidden_states.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps * self.times)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("make", [*everything(), DerivedEps], ids=lambda v: str(getattr(v, "__name__", v)))
+@pytest.mark.parametrize("new", [0.5, 1, -1e-3])
+def test_an_eps_that_was_changed_later_is_used(make, new):
+    module = make() if isinstance(make, type) else everything()[make]
+    names = [name for name in ("variance_epsilon", "eps") if hasattr(module, name)]
+    if make is DerivedEps:
+        names = ["eps", "times"]
+    assert names
+    for name in names:
+        plain, patched = copy.deepcopy(module), copy.deepcopy(module)
+        bound(patched)
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(patched(x), plain(x))
+        for norm in (plain, patched):
+            setattr(norm, name, new)
+        torch.testing.assert_close(patched(x), plain(x), equal_nan=True)
+
+
+def test_a_changed_eps_is_still_served():
+    module = LlamaNorm()
+    bound(module)
+    counting = Counting(module)
+    module.eps = 0.5
+    module(torch.randn(2, WIDTH))
+    assert len(counting.calls) == 1

@@ -7,6 +7,7 @@ import sys
 import comparing
 import pytest
 import torch
+import transformers
 import zoo
 
 # One of each family of norms, MLPs, rotations, experts and heads.
@@ -17,6 +18,10 @@ SECOND = [
     "olmo2", "opt", "phi", "phi4_multimodal", "qwen2", "qwen2_moe", "qwen3_next", "recurrent_gemma", "smollm3",
     "stablelm", "starcoder2",
 ]  # fmt: skip
+if transformers.__version__.startswith("4."):
+    # The first is not there yet. The second keeps its state with the graph of the last step, so the plain model cannot
+    # be trained twice.
+    SECOND = [name for name in SECOND if name not in ("gemma4_text", "recurrent_gemma")]
 ALL = list(zoo.names())
 
 # What each release's types come to; more is better, fewer is a regression.
@@ -105,8 +110,6 @@ def test_the_samples_exist(names):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_types():
-    import transformers
-
     from tests.models import table
 
     outcomes = table.compare_all(ALL)

@@ -92,3 +92,12 @@ def test_an_older_torch_has_no_configs(monkeypatch):
     problem, cpu = forward_problem(), Device.parse("cpu")
     reason = item.why_illegal(item.heuristic(problem, cpu), problem, cpu)
     assert "2.13" in reason
+
+
+@needs_it
+@pytest.mark.parametrize("given", [{"num_items": torch.tensor(0)}, {"class_weight": torch.zeros(11)}], ids=str)
+def test_a_mean_that_divides_by_nothing_is_zero(given):
+    x, w, target = tensors()
+    loss = registry.get(OP, implementation=NAME)(x, w, target, **given)
+    assert loss.item() == 0.0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w)))

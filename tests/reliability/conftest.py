@@ -6,4 +6,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tuning")]  # planted's toy catalogue is there
+# planted's toy catalogue is in the second, and the soak and the run under a sanitizer are in the third.
+sys.path[:0] = [str(HERE), str(HERE.parent / "tuning"), str(HERE.parent / "gpu")]

@@ -1,8 +1,9 @@
 """Licences of everything that this distribution needs at run time, and known vulnerabilities in it.
 
 ``python tests/supply/audit.py``. The licences are read from the installed metadata. The vulnerabilities are asked of
-``pip-audit``, which needs a network and the extra ``audit``; without them the check says NOT AUDITED and does not fail,
-because nothing was found. Exit code 1 if a licence is not among those allowed, or if something is vulnerable.
+``pip-audit``, which needs a network. What it could not look up, as where there is none or a mirror of the index has no
+such data, is listed as NOT AUDITED, which is no failure, because nothing was found. Exit code 1 if a licence is not
+among those allowed, or if something is vulnerable.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -71,10 +73,23 @@ def why_not(name: str, text: str) -> str:
     return "" if ALLOWED.search(text) else "no licence that is known to be fine"
 
 
-def vulnerable(
-    distributions: dict[str, metadata.Distribution], command: tuple[str, ...] = ()
-) -> tuple[bool, list[str]]:
-    """Whether an audit took place, and lines about what it found or why there was none."""
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        known: the names that were looked up.
+        found: lines about vulnerabilities.
+        why: why others were not looked up.
+    """
+
+    known: frozenset[str] = frozenset()
+    found: tuple[str, ...] = ()
+    why: str = ""
+
+
+def vulnerable(distributions: dict[str, metadata.Distribution], command: tuple[str, ...] = ()) -> Audit:
+    """Look up known vulnerabilities."""
     command = command or (sys.executable, "-m", "pip_audit")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "requirements.txt"
@@ -93,34 +108,43 @@ def vulnerable(
         try:
             done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return False, [f"{type(error).__name__}: {error}"]
+            return Audit(why=f"{type(error).__name__}: {error}")
     try:
         dependencies = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):
         lines = (done.stderr or done.stdout).strip().splitlines()
-        return False, lines[-1:] or [f"exit code {done.returncode}"]
-    return True, [
-        f"{d['name']} {d['version']}: {v['id']}, mended in {', '.join(v.get('fix_versions') or ['no release'])}"
-        for d in dependencies
-        for v in d.get("vulns", ())
-    ]
+        return Audit(why=(lines[-1:] or [f"exit code {done.returncode}"])[0])
+    # What it could not look up has a reason in place of vulnerabilities; it calls that none found, and leaves with 0.
+    skipped = [d["skip_reason"] for d in dependencies if "skip_reason" in d]
+    return Audit(
+        frozenset(canonicalize_name(d["name"]) for d in dependencies if "vulns" in d),
+        tuple(
+            f"{d['name']} {d['version']}: {v['id']}, mended in {', '.join(v.get('fix_versions') or ['no release'])}"
+            for d in dependencies
+            for v in d.get("vulns", ())
+        ),
+        skipped[0] if skipped else "pip-audit does not name them",
+    )
 
 
 def lines(
     distributions: dict[str, metadata.Distribution],
-    audit: Callable[[dict[str, metadata.Distribution]], tuple[bool, list[str]]] = vulnerable,
+    audit: Callable[[dict[str, metadata.Distribution]], Audit] = vulnerable,
 ) -> Iterator[tuple[bool, str]]:
     """The report: for each line whether it is a failure, and the text."""
     for name, distribution in distributions.items():
         text = licence(distribution)
         reason = why_not(name, text)
         yield bool(reason), f"{name} {distribution.version}: {text}{f': {reason}' if reason else ''}"
-    audited, found = audit(distributions)
-    if not audited:
-        yield False, f"NOT AUDITED for known vulnerabilities: {'; '.join(found)}"
-    else:
-        yield from ((True, line) for line in found)
-        yield False, f"audited {len(distributions)} distributions: {len(found) or 'no'} known vulnerabilities"
+    audited = audit(distributions)
+    yield from ((True, line) for line in audited.found)
+    known = [name for name in distributions if name in audited.known]
+    left = [name for name in distributions if name not in audited.known]
+    if known:
+        yield False, f"audited {len(known)} distributions: {len(audited.found) or 'no'} known vulnerabilities"
+    if left:
+        names = ", ".join(left) if known else f"all {len(left)} distributions"
+        yield False, f"NOT AUDITED for known vulnerabilities: {names}: {audited.why}"
 
 
 def main() -> int:

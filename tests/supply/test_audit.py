@@ -14,7 +14,7 @@ def test_every_licence_is_fine():
     distributions = audit.needed()
     assert {"torch", "transformers", "platformdirs", "filelock", "packaging", "typer", "rich"} <= distributions.keys()
     assert {"pytest", "mypy", "hypothesis", "liger-registry"}.isdisjoint(distributions)
-    assert [text for failure, text in audit.lines(distributions, lambda d: (True, [])) if failure] == []
+    assert [text for failure, text in audit.lines(distributions, lambda d: audit.Audit(frozenset(d))) if failure] == []
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,24 @@ def test_a_vulnerability_fails(tmp_path):
     vulns = [{"id": "PYSEC-2099-1", "fix_versions": ["9.9"]}]
     found = {"dependencies": [{"name": "filelock", "version": "1", "vulns": vulns}, {"name": "torch", "vulns": []}]}
     assert (True, "filelock 1: PYSEC-2099-1, mended in 9.9") in report(pretending(tmp_path, json.dumps(found), 1))
-    clean = {"dependencies": [{"name": "filelock", "version": "1", "vulns": []}]}
-    assert report(pretending(tmp_path, json.dumps(clean)))[-1] == (
-        False,
-        "audited 2 distributions: no known vulnerabilities",
-    )
+    clean = {"dependencies": [{"name": name, "version": "1", "vulns": []} for name in ("filelock", "torch")]}
+    *_, last = report(pretending(tmp_path, json.dumps(clean)))
+    assert last == (False, "audited 2 distributions: no known vulnerabilities")
+
+
+def test_what_was_not_looked_up_is_not_audited(tmp_path):
+    """pip-audit finds nothing and leaves with 0 where an index knows none of them."""
+    reason = "Dependency not found on PyPI and could not be audited"
+    skipped = [{"name": name, "skip_reason": f"{reason}: {name}"} for name in ("filelock", "torch")]
+    *_, last = report(pretending(tmp_path, json.dumps({"dependencies": skipped})))
+    why = f"{reason}: filelock"
+    assert last == (False, f"NOT AUDITED for known vulnerabilities: all 2 distributions: {why}")
+    half = [skipped[0], {"name": "torch", "version": "1", "vulns": []}]
+    *_, one, other = report(pretending(tmp_path, json.dumps({"dependencies": half})))
+    assert one == (False, "audited 1 distributions: no known vulnerabilities")
+    assert other == (False, f"NOT AUDITED for known vulnerabilities: filelock: {why}")
+    *_, other = report(pretending(tmp_path, json.dumps({"dependencies": half[1:]})))
+    assert other == (False, "NOT AUDITED for known vulnerabilities: filelock: pip-audit does not name them")
 
 
 @pytest.mark.parametrize("errors", ["ConnectionError: no route to host", ""])

@@ -55,6 +55,10 @@ ALLOWED = {
         "this package in place of expressions; no text comes from a table, a file or a model's weights"
     ),
     ("liger_registry/transformers/engine/rebuild.py", "FunctionType"): "the function that holds that code",
+    ("liger_registry/transformers/trl.py", "FunctionType"): (
+        "TRL's own function, whose code Python has loaded already, once more under the name that it was defined with"
+    ),
+    ("liger_registry/transformers/callback.py", "all_gather_object"): RANKS,
     ("liger_registry/calls.py", "exec"): GENERATED,
     ("liger_registry/calls.py", "compile"): GENERATED,
     ("liger_registry/launch.py", "exec"): GENERATED,

@@ -81,6 +81,7 @@ IMPLEMENTATIONS = (
         launch=_LAUNCH + "forward_single",
         extra_bytes=_single_bytes,
         stages=row_stages(_all, "forward", "backward", **_FLAGS),
+        untuned=h.why_not_untuned,
         doc="one slab of all rows",
     ),
     Implementation(

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from liger_registry.errors import AdapterError, RegistryWarning
 from liger_registry.transformers.engine.headcall import HeadCall, untraced
 from liger_registry.transformers.engine.recording import Node, record
+from liger_registry.transformers.engine.spread import shards_of_logits
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -69,6 +70,19 @@ class DeferredLogits(Tensor):
         made: Tensor = _Computed.apply(self)  # type: ignore[no-untyped-call]
         return made
 
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """What the hooks of tensor parallelism ask of a head's output: these logits stand for the gathered ones."""
+        spread = self.node.call.spread if name in ("placements", "redistribute", "to_local") else None
+        if spread is None or self.node.parent is not None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "to_local":
+            return lambda: self
+        if name == "redistribute":
+            return lambda placements=None, **others: shards_of_logits(self.node.call, placements)
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),)
+
     @classmethod
     @untraced
     def __torch_function__(
@@ -106,6 +120,11 @@ class DeferredLogits(Tensor):
                 if nodes is not None:
                     made = [DeferredLogits(node) for node in nodes]
                     return made if nodes[0].index is not None else made[0]
+            if not func._schema.is_mutable:
+                # Without autograd's keys, as of tensors of inference mode, casts and reshapes come whole.
+                made_of_parts = func.decompose(*args, **kwargs)
+                if made_of_parts is not NotImplemented:
+                    return made_of_parts
         return _run(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
@@ -174,7 +193,7 @@ class HeadFunction(torch.autograd.Function):
         """The logits, not computed."""
         ctx.save_for_backward(hidden, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.cell = cell
+        ctx.cell, ctx.spread = cell, call.spread
         return DeferredLogits(Node(call, call.meta))
 
     @staticmethod
@@ -187,12 +206,16 @@ class HeadFunction(torch.autograd.Function):
             if cell.zero is not None and grad.data_ptr() == cell.zero.data_ptr():
                 return None, None, None, None, through, None
         hidden, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        needs, spread = ctx.needs_input_grad, ctx.spread
+        if spread is not None:
+            grad = grad.narrow(-1, spread.start, spread.size)
         with torch.autocast(grad.device.type, enabled=False):
             flat = grad.reshape(-1, grad.shape[-1])
             grads: list[Tensor | None] = [None, None, None]
             if needs[1]:
                 grads[0] = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
+                if spread is not None:
+                    torch.distributed.all_reduce(grads[0], group=spread.group)
             if needs[2]:
                 rows = hidden.reshape(-1, hidden.shape[-1]).to(grad.dtype)
                 grads[1] = (flat.t() @ rows).to(weight.dtype)

@@ -22,6 +22,7 @@ from liger_registry.transformers.engine.headcall import HeadCall
 from liger_registry.transformers.engine.plain_loss import code_names, find_losses
 from liger_registry.transformers.engine.report import Row
 from liger_registry.transformers.engine.requests import take
+from liger_registry.transformers.engine.spread import Forward, gathering_forward, local, rows_of, spread_of
 
 FUSED, PLAIN_LOSS = "fused_linear_cross_entropy", "cross_entropy"
 _HOW = "a linear output head; its logits are left out where a loss is all that is made of them"
@@ -46,6 +47,7 @@ class LogitsHead:
         materialised: the counts of the report.
         owner: the model whose head it is.
         traceable: whether the logits may be left out of graphs too.
+        around: the forward it takes the place of, where that is tensor parallelism's and not the class's own.
     """
 
     def __init__(
@@ -55,14 +57,17 @@ class LogitsHead:
         materialised: Counts,
         owner: nn.Module | None = None,
         traceable: bool = True,
+        around: Forward | None = None,
     ) -> None:
         self.module, self.name, self.materialised = module, name, materialised
-        self.owner, self.traceable = owner, traceable
+        self.owner, self.traceable, self.around = owner, traceable, around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Deferred logits; the real ones where a tensor without data cannot be, or is no use."""
         module = self.module
         if torch.compiler.is_compiling():
+            if self.around is not None:
+                return self.around(*args, **kwargs)
             from liger_registry.transformers.engine.traced import traced
 
             return traced(self, args, kwargs)
@@ -70,14 +75,18 @@ class LogitsHead:
         request = take(module)
         if request is not None:
             return request.answer(module, hidden)
-        weight, bias = module.weight, module.bias
+        weight: Any = module.weight
+        bias: Any = module.bias
+        spread = None if type(weight) in PLAIN else spread_of(weight)
+        if spread is not None:
+            hidden, weight, bias = rows_of(hidden, spread, self.around is not None), local(weight), local(bias)
         dtype = _dtype(hidden, weight, bias) if len(args) + len(kwargs) == 1 else None
         if dtype is None:
-            return type(module).forward(module, *args, **kwargs)
-        call = HeadCall(module, self.name, self.materialised, hidden, dtype, weight.shape[0])
-        call.outer = self.outer()
+            return self.around(*args, **kwargs) if self.around else type(module).forward(module, *args, **kwargs)
+        call = HeadCall(module, self.name, self.materialised, hidden, dtype, module.weight.shape[0])
+        call.outer, call.spread = self.outer(), spread
         own = type(weight) is nn.Parameter and module._parameters.get("weight") is weight
-        if call.outer is module and not own:
+        if call.outer is module and not own and spread is None:
             call.derived = weight, bias
         return defer(call, weight, bias)
 
@@ -141,13 +150,13 @@ def find_head(model: nn.Module, *, fused_linear_cross_entropy: bool, cross_entro
             heads.setdefault(id(head), (head, []))[1].append(owner)
     fused = False
     for head, theirs in heads.values():
-        name, reason = names.get(id(head), ""), _why_not(head)
-        attribute = place(head)
+        name, reason, around = names.get(id(head), ""), _why_not(head), gathering_forward(head)
+        attribute = place(head) if around is None else "forward"
         if reason or attribute is None or not isinstance(head, nn.Linear):
             found.append(Row(FUSED, name, False, reason, type(head).__name__))
             continue
         criterion = any(_makes_criterion(type(owner)) for owner in theirs)
-        bound = LogitsHead(head, name, counts, theirs[0], traceable=not criterion)
+        bound = LogitsHead(head, name, counts, theirs[0], not criterion, around)
         found.append(Binding(FUSED, name, head, attribute, bound, _HOW + _COMPILED if criterion else _HOW))
         fused = True
     if cross_entropy and not fused:
@@ -201,8 +210,9 @@ def _why_not(head: nn.Module) -> str:
     if nn.utils.parametrize.is_parametrized(head):
         return "its weight is parametrised"
     weight = head._parameters.get("weight")
-    if weight is None or type(weight.data) is not Tensor:
+    if weight is None or (type(weight.data) is not Tensor and spread_of(weight) is None):
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in _DTYPES:
         return f"its weight is {weight.dtype}"
-    return "" if place(head) is not None else "its forward was replaced by somebody else"
+    there = place(head) is not None or gathering_forward(head) is not None
+    return "" if there else "its forward was replaced by somebody else"

@@ -19,6 +19,7 @@ from liger_registry.transformers.engine.folding import fold, repeat_elementwise
 from liger_registry.transformers.engine.late import Stamp
 from liger_registry.transformers.engine.recording import Node
 from liger_registry.transformers.engine.requests import Request, ask
+from liger_registry.transformers.engine.spread import Spread, spread_of
 
 # Fewer rows than this share of all are computed alone: the last token of a prompt, a chunk of an entropy. All parts
 # together may come to so many times the whole, which chunk after chunk would not need; after that it is computed.
@@ -75,6 +76,8 @@ class HeadCall:
         self.stamp = stamp or Stamp(module, hidden)
         #: What is called for its weights to be there.
         self.outer: nn.Module = module
+        #: How its weight is spread by classes over ranks; None if it is not.
+        self.spread: Spread | None = None
         #: Weight and bias of the call, where they are no parameters of the module: views of a flat one, or sums that
         #: an adapter puts there while its own forward runs.
         self.derived: tuple[Tensor, Tensor | None] | None = None
@@ -245,6 +248,8 @@ def can_be_called(call: HeadCall) -> bool:
     """Whether a call of a head has all of its weight: it is here, or FSDP gathers it for this module by itself."""
     module = call.module
     if call.derived is not None or call.outer is not module:
+        return True
+    if call.spread is not None and spread_of(module.weight) is not None:
         return True
     if not is_sharded(module):
         return module.weight.shape[0] == call.vocab or bool(module._forward_pre_hooks)  # which gather it

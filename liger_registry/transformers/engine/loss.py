@@ -19,6 +19,7 @@ from liger_registry.transformers.engine.deferred import Cell, DeferredLogits, He
 from liger_registry.transformers.engine.folding import Folded, fold
 from liger_registry.transformers.engine.headcall import HeadCall, can_be_called, whole
 from liger_registry.transformers.engine.requests import ask
+from liger_registry.transformers.engine.spread import local, spread_of
 
 
 def cross_entropy(
@@ -46,6 +47,7 @@ def cross_entropy(
         or not (weight is None or (_plain(weight, input.dtype, call) and tuple(weight.shape) == (call.vocab,)))
         or reduction not in ("mean", "sum", "none")
         or not 0.0 <= label_smoothing <= 1.0
+        or (label_smoothing and call.spread is not None)
         or not can_be_called(call)
     ):
         return NotImplemented
@@ -153,25 +155,41 @@ class FusedLoss:
         weight, bias = call.operands()
         again = HeadCall(module, call.name, call.counts, rows, dtype, call.vocab)
         again.derived = call.derived
-        if type(weight) not in PLAIN:
+        if call.spread is not None:
+            again.spread = spread_of(weight)
+            if again.spread is None:
+                return rows.new_empty(0)
+            weight, bias = local(weight), local(bias)
+        elif type(weight) not in PLAIN:
             return rows.new_empty(0)  # nobody gathered it
         total = None if bias is None else bias.to(dtype)
         if self.folded.bias is not None:
-            total = self.folded.bias.to(dtype) if total is None else total + self.folded.bias.to(dtype)
+            more = self.folded.bias.to(dtype)
+            if again.spread is not None and more.dim() and more.shape[-1] > 1:
+                more = more.narrow(-1, again.spread.start, again.spread.size)
+            total = more if total is None else total + more
         with torch.autocast(rows.device.type, enabled=False):
-            self.loss = call_op(
-                "fused_linear_cross_entropy",
-                rows.to(dtype),
-                weight.to(dtype),
-                self.target,
-                total,
-                self.class_weight,
-                softcap=self.folded.softcap,
-                scale=self.folded.scale,
-                **self.options,
-            )
+            self.loss = self._loss(again, rows.to(dtype), weight.to(dtype), total)
         self.carrier = defer(again, weight, bias, self.loss if self.loss.requires_grad else None, self.cell)
         return self.carrier
+
+    def _loss(self, call: HeadCall, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Any:  # noqa: ANN401
+        options = {"softcap": self.folded.softcap, "scale": self.folded.scale, **self.options}
+        if call.spread is None:
+            arguments = rows, weight, self.target, bias, self.class_weight
+            return call_op("fused_linear_cross_entropy", *arguments, **options)
+        from liger_registry.transformers.vocabulary_parallel import vocabulary_parallel_cross_entropy
+
+        return vocabulary_parallel_cross_entropy(
+            rows,
+            weight,
+            self.target,
+            call.spread.group,
+            vocab_start=call.spread.start,
+            bias=bias,
+            class_weight=self.class_weight,
+            **options,
+        )
 
 
 class _Join(torch.autograd.Function):
@@ -206,7 +224,7 @@ class _Predictions:
         weight, bias = (None if t is None else whole(t).to(dtype) for t in self.call.operands())
         _, self.found = call_op("linear_logp", self.rows.to(dtype), weight, target, bias, return_argmax=True)
         again = HeadCall(module, self.call.name, self.call.counts, self.rows, dtype, self.call.vocab)
-        again.derived = self.call.derived
+        again.derived, again.spread = self.call.derived, self.call.spread
         return defer(again, *self.call.operands())
 
 

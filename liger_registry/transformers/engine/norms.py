@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from liger_registry.dtensor import all_spread
 from liger_registry.transformers.engine.adapters import Enabled
 from liger_registry.transformers.engine.binding import Binding
 from liger_registry.transformers.engine.calls import (
@@ -39,6 +42,8 @@ from liger_registry.transformers.engine.rounding import Unrounded, normalised, r
 
 Tensor = torch.Tensor
 Pair = tuple[torch.dtype, "torch.dtype | None"]
+# A casting, the eps and offset that make it the module's, and the attribute that the eps was read from.
+Same = tuple[str, float, float, str]
 
 _WIDE = const(torch.float32)
 _AFFINE = 3  # nodes more than this would be no norm's
@@ -58,6 +63,8 @@ class Formula:
             ``layer_norm``, which has one.
         width: that of the last dimension, where the code names it.
         autocast: what it also holds for under autocast: all tensors, those in float32 ("single"), or none.
+        eps_at: the attribute that is the eps; empty where it is none's value.
+        numbers: other attributes whose numbers the formula depends on, and what they were when it was read.
     """
 
     op: str
@@ -68,6 +75,8 @@ class Formula:
     castings: tuple[tuple[Pair, str], ...]
     width: int | None = None
     autocast: str = "all"
+    eps_at: str = ""
+    numbers: tuple[tuple[str, float], ...] = ()
 
     def weight_of(self, module: nn.Module) -> Any:  # noqa: ANN401 - whatever the module has there now
         """A module's weight; None without one."""
@@ -108,10 +117,11 @@ class NormForward:
                     return self.operate("rms_norm", x, weight, **options)
             else:
                 bias = None if formula.bias is None else getattr(self.module, formula.bias)
-                if self._is_served(x, weight, bias):
+                eps = self.eps
+                if eps is not None and self._is_served(x, weight, bias):
                     if formula.offset and weight is not None:
                         weight = weight + formula.offset
-                    return self.operate("layer_norm", x, weight, bias, eps=formula.eps)
+                    return self.operate("layer_norm", x, weight, bias, eps=eps)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
@@ -119,12 +129,25 @@ class NormForward:
         """The module's weight; None without one."""
         return self.formula.weight_of(self.module)
 
+    @property
+    def eps(self) -> float | None:
+        """The eps that the module has now; None where the formula no longer holds for its numbers."""
+        formula, module = self.formula, self.module
+        for name, value in formula.numbers:
+            if attrgetter(name)(module) != value:
+                return None
+        if not formula.eps_at:
+            return formula.eps
+        eps = getattr(module, formula.eps_at)
+        return eps if type(eps) is float and 0.0 <= eps < math.inf else None
+
     def options(self, x: Any, weight: Tensor | None) -> dict[str, Any] | None:  # noqa: ANN401
         """The options of ``rms_norm`` for these tensors; None where it would round otherwise, or not take them."""
-        if not self.fits(x, weight, None):
+        eps = self.eps
+        if eps is None or not self.fits(x, weight, None):
             return None
         casting = self.castings.get((x.dtype, None if weight is None else weight.dtype))
-        return {"eps": self.formula.eps, "offset": self.formula.offset, "casting": casting} if casting else None
+        return {"eps": eps, "offset": self.formula.offset, "casting": casting} if casting else None
 
     def _is_served(self, x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:  # noqa: ANN401
         """Whether ``layer_norm`` takes these tensors, and rounds as the module does."""
@@ -135,7 +158,7 @@ class NormForward:
     def fits(self, x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:  # noqa: ANN401
         """Whether the operation takes these tensors, wherever its dtypes do."""
         vectors = [vector for vector in (weight, bias) if vector is not None]
-        if not takes(x, *vectors) or x.dim() == 0 or x.shape[-1] == 0:
+        if not (takes(x, *vectors) or all_spread((x, *vectors))) or x.dim() == 0 or x.shape[-1] == 0:
             return False
         for vector in vectors:
             if vector.shape != x.shape[-1:] or vector.device != x.device:
@@ -242,14 +265,23 @@ def _formula(reading: Reading, name: str) -> Formula:
     for op, weight, bias in _roles(tuple(vectors)):
         pairs: Iterable[Pair] = itertools.product(FLOATING, (None,) if weight is None else FLOATING)
         found = {pair: same for pair in pairs if (same := _same(op, result, x, weight, bias, pair))}
-        numbers = {(eps, offset) for same in found.values() for _, eps, offset in same}
+        numbers = {told[1:] for same in found.values() for told in same}
         if len(numbers) == 1:
-            ((eps, offset),) = numbers
+            ((eps, offset, eps_at),) = numbers
             if any(ranks.get(str(v.value)) != ("tensor", 1) for v in vectors):
                 raise Unreadable(f"the weight of {name} has more than one dimension")
             first, second = (None if v is None else str(v.value) for v in (weight, bias))
-            return Formula(op, eps, offset, first, second, _chosen(found), width, _autocast(reading))
+            autocast, (at, others) = _autocast(reading), _read_numbers(reading, eps_at)
+            return Formula(op, eps, offset, first, second, _chosen(found), width, autocast, at, others)
     raise strange
+
+
+def _read_numbers(reading: Reading, eps_at: str) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The attribute that is the eps, as a float of the module itself, and the other attributes that are numbers."""
+    plain = [(name, told) for name, told in reading.read if isinstance(told, tuple) and len(told) == 2]
+    found = {name: told[1] for name, told in plain if told[0] in (bool, int, float)}
+    own = "." not in eps_at and type(found.get(eps_at)) is float
+    return eps_at if own else "", tuple((n, value) for n, value in found.items() if not own or n != eps_at)
 
 
 def _autocast(reading: Reading) -> str:
@@ -260,9 +292,9 @@ def _autocast(reading: Reading) -> str:
     return "single" if any(node.op in torch_norms for node in reading.result.walk()) else "all"
 
 
-def _chosen(found: Mapping[Pair, list[tuple[str, float, float]]]) -> tuple[tuple[Pair, str], ...]:
+def _chosen(found: Mapping[Pair, list[Same]]) -> tuple[tuple[Pair, str], ...]:
     """One casting for each pair: of several that are the same there the one that most pairs have."""
-    names = {pair: [casting for casting, _, _ in same] for pair, same in found.items()}
+    names = {pair: [casting for casting, *_ in same] for pair, same in found.items()}
     often = Counter(casting for castings in names.values() for casting in castings)
     return tuple((pair, max(castings, key=lambda casting: often[casting])) for pair, castings in names.items())
 
@@ -298,10 +330,8 @@ def _roles(vectors: tuple[Expr, ...]) -> Iterator[tuple[str, Expr | None, Expr |
         yield "layer_norm", vectors[1], vectors[0]
 
 
-def _same(
-    op: str, result: Expr, x: Expr, weight: Expr | None, bias: Expr | None, pair: Pair
-) -> list[tuple[str, float, float]]:
-    """The castings, with eps and offset, with which an operation is the expression, for tensors of two dtypes."""
+def _same(op: str, result: Expr, x: Expr, weight: Expr | None, bias: Expr | None, pair: Pair) -> list[Same]:
+    """With what an operation is the expression, for tensors of two dtypes."""
     dtypes = {x: pair[0]}
     for vector in (weight, bias):
         if vector is not None:
@@ -311,11 +341,11 @@ def _same(
         ours = rounded(result, dtypes)
     except Unrounded:
         return []
-    same: list[tuple[str, float, float]] = []
+    same: list[Same] = []
     for casting, formula in _formulas(op, x, weight, bias):
         holes = match(rounded(formula, dtypes), ours)
         if holes is not None and (numbers := _numbers(holes)) is not None:
-            same.append((casting, *numbers))
+            same.append((casting, *numbers, holes.get("eps", const(0.0)).path))
     return same
 
 
