@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ def check_choice(face: str, name: str, value: object, choices: Iterable[object])
 def positive(value: float) -> bool:
     """Whether a number is above 0."""
     return value > 0
+
+
+def finite(value: float) -> bool:
+    """Whether a number is neither NaN nor infinite."""
+    return abs(value) < math.inf
 
 
 def at_least_zero(value: float) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_registry.chunked_loss._checks import check_choice, check_number, positive
+from liger_registry.chunked_loss._checks import check_choice, check_number, finite, positive
 from liger_registry.errors import InvalidInputError, UnsupportedOptionError
 
 Tensor = torch.Tensor
@@ -40,17 +40,20 @@ class Head:
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
+        def sized(value: float) -> bool:
+            return positive(value) and finite(value)
+
         if self.softcap is not None:
-            check_number("Head", "softcap", self.softcap, positive, "it bounds the logits", "pass None for no cap")
+            check_number("Head", "softcap", self.softcap, sized, "it bounds the logits", "pass None for no cap")
         check_number(
             "Head",
             "logit_scale",
             self.logit_scale,
-            lambda value: value != 0,
-            "nothing is left of logits times 0",
+            lambda value: value != 0 and finite(value),
+            "nothing is left of logits times 0, nor of infinite ones",
             "pass 1.0",
         )
-        check_number("Head", "temperature", self.temperature, positive, "logits are divided by it", "pass 1.0")
+        check_number("Head", "temperature", self.temperature, sized, "logits are divided by it", "pass 1.0")
         check_choice("Head", "compact", self.compact, ("auto", "on", "off"))
 
     def options(self, ignore_index: int) -> dict[str, Any]:

@@ -159,7 +159,8 @@ def why_not_untuned(problem: Problem, device: Device) -> str | None:
     if not isinstance(budget, int) or budget > row_budget(problem):
         return None
     cost = row_slab_bytes(problem, int(problem.tokens))
-    if cost <= (most := max(USUAL_BYTES, row_slab_bytes(problem, usual_rows(problem)))):
+    most = max(USUAL_BYTES, row_slab_bytes(problem, usual_rows(problem)))
+    if cost <= most or cost > budget:  # what is over the budget is no choice at all
         return None
     return f"it needs {cost:,} bytes, and is to be measured before it may take more than the {most:,} of usual slabs"
 

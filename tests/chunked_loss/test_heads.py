@@ -272,3 +272,10 @@ def test_a_weight_whose_values_are_elsewhere_is_refused():
         LigerFusedLinearCPOLoss()(weight, m.hidden, m.target)
     with pytest.raises(InvalidInputError, match="sharded"):
         LigerFusedLinearJSDLoss()(m.hidden, weight, m.ref_hidden, m.ref_weight, m.target)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["softcap", "logit_scale", "temperature"])
+def test_numbers_that_are_not_finite_are_refused(name, value):
+    with pytest.raises(UnsupportedOptionError, match=name):
+        Head(**{name: value})
