@@ -7,6 +7,7 @@ waits for nothing give right results for as long as one call follows the other.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from liger_registry.tuning.layouts import Poisoned, bits
 
 Results = tuple[Any, ...]
-# Calls on each stream, and how long both wait before the first: half a millisecond, in which the host gets ahead.
-_ROUNDS, _CYCLES = 4, 1_000_000
+# Calls on each stream. Both streams wait until the host is ahead: a call with its poisoned memory costs the host some
+# 200 us and the GPU 20, and with a wait of half a millisecond each call had ended before the other stream's next began.
+_ROUNDS = 6
+# Cycles a second at the highest clock of any GPU so far, and the longest wait in seconds, should a call itself be slow.
+_CLOCK, _LONGEST_S = 2_100_000_000, 0.1
 
 
 def turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -39,11 +43,17 @@ def differs(call: Callable[..., Any], tensors: Sequence[torch.Tensor | None], hu
     seen: list[tuple[Results, Results]] = []
     with torch.cuda.device(place), torch.no_grad(), Poisoned(huge):
         alone = [_tuple(call(*given)) for given in arguments]
+        begin = time.perf_counter()
+        again = [_tuple(call(*given)) for given in arguments]
+        wait = 2 * _ROUNDS * (time.perf_counter() - begin)
         torch.cuda.synchronize(place)
+        del again  # these calls compiled nothing, so their time is that of the ones below
         streams = _streams(place)
+        gate = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(min(wait, _LONGEST_S) * _CLOCK))  # type: ignore[no-untyped-call]
+        gate.record()
         for stream in streams:
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+            stream.wait_event(gate)
         for _ in range(_ROUNDS):
             for stream, given, right in zip(streams, arguments, alone, strict=True):
                 with torch.cuda.stream(stream):

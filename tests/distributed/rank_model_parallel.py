@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from typing import Any
@@ -32,6 +33,9 @@ def loaded(case: Case, world: int) -> Any:
         warnings.simplefilter("ignore")
         config = DistributedConfig(tp_size=world, tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(places[0], distributed_config=config, dtype=torch.float32)
+    dist.barrier()  # all have read it
+    if dist.get_rank() == 0:
+        shutil.rmtree(places[0])
     if case.model.head == "frozen":
         model.lm_head.weight.requires_grad_(False)
     return model.train()

@@ -1,4 +1,4 @@
-"""Processes that talk over gloo and stay, so that many tests share the seconds in which they start.
+"""Processes that talk over gloo, or NCCL, and stay, so that many tests share the seconds in which they start.
 
 ``Ranks(4).run("module:function", ...)`` calls a function on four ranks, each in a process of its own, and gives what
 each returned. A rank that raises or dies fails the call with its traceback; whoever still waits for it is killed.
@@ -52,14 +52,20 @@ class Ranks:
         world: how many.
         limit_s: the longest a call may take.
         collective_s: how long a rank waits for another in a collective.
+        backend: gloo, or nccl with a GPU for each rank.
         environment: variables of the ranks beyond the usual ones.
     """
 
     def __init__(
-        self, world: int, limit_s: float = 120.0, collective_s: float = COLLECTIVE_S, **environment: str
+        self,
+        world: int,
+        limit_s: float = 120.0,
+        collective_s: float = COLLECTIVE_S,
+        backend: str = "gloo",
+        **environment: str,
     ) -> None:
         self.world, self.limit_s, self.environment = world, limit_s, environment
-        self.collective_s = collective_s
+        self.collective_s, self.backend = collective_s, backend
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory = ""
@@ -122,7 +128,7 @@ class Ranks:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             own = {**settings, "LIGER_TUNE_CACHE_DIR": f"{self._directory}/tables{rank}"}
-            given = rank, self.world, self._directory, own, self.collective_s, theirs
+            given = rank, self.world, self._directory, own, self.collective_s, self.backend, theirs
             process = context.Process(target=serve, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -142,7 +148,13 @@ class Ranks:
 
 
 def serve(
-    rank: int, world: int, directory: str, environment: dict[str, str], collective_s: float, connection: Connection
+    rank: int,
+    world: int,
+    directory: str,
+    environment: dict[str, str],
+    collective_s: float,
+    backend: str,
+    connection: Connection,
 ) -> None:
     """One rank: calls what it is told until nobody is at the other end."""
     os.environ.update(environment)
@@ -152,7 +164,11 @@ def serve(
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/meeting", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=collective_s))
+    place = torch.device("cuda", rank) if backend == "nccl" else None
+    if place is not None:
+        torch.cuda.set_device(place)
+    limit = timedelta(seconds=collective_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=place)
     with contextlib.suppress(EOFError, OSError), open(f"{directory}/stack{rank}", "w") as stack:
         while True:
             limit, job, arguments, named = pickle.loads(connection.recv_bytes())
