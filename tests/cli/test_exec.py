@@ -64,7 +64,8 @@ def test_a_command_finds_ours_before_what_is_installed(installed: Path) -> None:
     assert outside["versions"] == ["0.5.2"]
 
 
-def test_children_of_children_find_it_too() -> None:
+def test_children_of_children_find_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # of the machine's own
     nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     found = seen("--", sys.executable, "-c", nested, SEEN)
     assert found["versions"] == [drop_in.VERSION]

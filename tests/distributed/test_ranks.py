@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.ci]
 
 
 def test_what_ranks_return_and_what_is_told_of_one_that_fails():
-    with Ranks(2, limit_s=30) as ranks:
+    with Ranks(2, limit_s=90) as ranks:
         assert ranks.run("rank_failures:fine", "word") == [("word", 0, 2, 1.0), ("word", 1, 2, 1.0)]
         for job, told in (
             ("raises", r"rank 1: Traceback(.|\n)*ValueError: planted"),

@@ -18,7 +18,14 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "PYTHON_WITH_TRANSFORMERS_4"
 # What transformers 4.57 needs in other releases than the newest does.
-PINS = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2", "kernels==0.9.0")
+PINS = (
+    "transformers==4.57.6",
+    "huggingface-hub==0.36.2",
+    "tokenizers==0.22.2",
+    "kernels==0.9.0",
+    "datasets==4.8.0",  # transformers' Trainer imports it, and later ones want a later huggingface-hub
+    "fsspec==2026.2.0",
+)
 
 
 def python() -> str:

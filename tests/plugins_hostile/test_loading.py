@@ -223,11 +223,10 @@ def test_the_report_and_a_warning_name_the_culprit(seen, name):
 @pytest.mark.ci
 def test_a_hang_is_announced_before_it_ends(seen):
     still = [w for w in seen["warnings"] if "still runs after 1.5 s" in w]
-    assert [name for name in HOSTILE if any(f"of {name} " in w for w in still)] == [
-        "f-endless-import",
-        "h-endless-and-deaf",
-        "i-sleeps",
-    ]
+    told = {name for name in HOSTILE if any(f"of {name} " in w for w in still)}
+    assert told >= {"f-endless-import", "h-endless-and-deaf", "i-sleeps"}
+    # It ends by the number of what it registers, on a busy machine not before it is announced.
+    assert told <= {"f-endless-import", "g-endless-registration", "h-endless-and-deaf", "i-sleeps"}
 
 
 @pytest.mark.ci

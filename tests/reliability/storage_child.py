@@ -98,13 +98,26 @@ def write(asked: dict) -> None:
             break
     for op in {name for name, _ in kept} if not asked.get("to_the_end") else ():
         rows = asked["first"] + count + OPS.index(op)
-        store.record(Place(), op, [entries(op, rows)[0]])
+        if not written_at_last(store, op, entries(op, rows)[0]):
+            continue  # nothing of it is acknowledged, which is all that it may be
         for name, row in kept:
             if name == op:
                 say("ack", name, row)
     if faults is not None:
         say("faults", faults.count)
     say("longest", f"{longest:.3f}")
+
+
+def written_at_last(store: TableStore, op: str, entry: Stored, tries: int = 3) -> bool:
+    """Record one more entry; where all end at the same time on a busy machine, a lock's time limit may pass first."""
+    for _ in range(tries):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            stores._warned.clear()
+            store.record(Place(), op, [entry])
+        if not caught:
+            return True
+    return False
 
 
 def read(asked: dict) -> None:

@@ -57,20 +57,25 @@ def torture(out: Path, root: Path, seconds: float, writers: list[dict], readers:
     looking = [start(out, "read", root, seconds=seconds) for _ in range(readers)]
     running = [(writer(options), options) for options in writers]
     every = [child for child, _ in running]
-    while time.monotonic() < end:
-        time.sleep(chance.uniform(0, 0.4))
-        position = chance.randrange(len(running))
-        child, options = running[position]
-        if not child.said("ack"):
-            continue  # it has hardly begun
-        child.kill()
-        running[position] = (writer(options), options)
-        every.append(running[position][0])
-    for child, _ in running:
-        child.wait()
-    for child in looking:
-        child.wait()
-        assert int(child.said("looks")[0][0]) > 0
+    try:
+        while time.monotonic() < end:
+            time.sleep(chance.uniform(0, 0.4))
+            position = chance.randrange(len(running))
+            child, options = running[position]
+            if not child.said("ack"):
+                continue  # it has hardly begun
+            child.kill()
+            running[position] = (writer(options), options)
+            every.append(running[position][0])
+        for child, _ in running:
+            child.wait()
+        for child in looking:
+            child.wait()
+            assert int(child.said("looks")[0][0]) > 0
+    finally:
+        for child in [*every, *looking]:
+            if child.process.poll() is None:  # only where something above has failed
+                child.kill()
     return every
 
 
