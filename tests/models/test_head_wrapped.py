@@ -233,6 +233,7 @@ def test_accelerates_hooks(bound_when, offload):
 def test_accelerator_with_mixed_precision():
     accelerate = pytest.importorskip("accelerate")
     plain, bound, counts = pair()
+    accelerate.state.AcceleratorState._reset_state(True)  # one for the process, and a test before may have left its own
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     found = []
     for model in (plain, bound):
