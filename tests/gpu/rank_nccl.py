@@ -30,7 +30,12 @@ def _step(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[float, dict[str,
     loss = model(**inputs).loss
     loss.backward()
     full = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
-    return loss.item(), {n.replace("module.", "").replace("_fsdp_wrapped_module.", ""): g for n, g in full.items()}
+    return loss.item(), {_plain(n): g for n, g in full.items()}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without those of wrappers; the longer one ends as the other does."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("module.", "")
 
 
 def _ddp(model: Any) -> Any:
@@ -127,7 +132,7 @@ def warm(rank: int, world: int, root: str) -> dict[str, Any]:
     fields = Fields(x="bfloat16", weight="bfloat16"), Fields(casting="llama")
     problems = [Problem("rms_norm", "default", "forward", Fields(rows=n, hidden=512), *fields) for n in (64, 512)]
     mine = Registry(Settings(cache_dir=Path(root)))
-    reports = [tune_sharded(problems, device=device, store=mine.store) for _ in range(2)]
+    reports = [tune_sharded(problems, catalog=mine.catalog, device=device, store=mine.user_store) for _ in range(2)]
     plan = mine.freeze()
     decided = [mine.decide(problem, device) for problem in problems]
     return {
