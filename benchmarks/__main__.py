@@ -151,6 +151,42 @@ def train_command(
     _told(lambda: train.run(_place(device), out, **options))
 
 
+@app.command("scale")
+def scale_command(
+    gpus: Annotated[int | None, typer.Option(min=1, help="All, or two processes on a CPU.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the model; all 32.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option("--length", min=1, metavar="TOKENS", help="Of a sequence; 2K to 32K.")
+    ] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", metavar="MODE", help="hf, liger, ours or ours-low.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a GPU; 8.")] = None,
+    cap_gib: Annotated[
+        list[float] | None, typer.Option("--cap-gib", min=0, metavar="GIB", help="Memory a GPU; 0: all. 0 and 80.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, at most.")] = 4,
+    out: Out = OUT,
+    device: Where = "",
+    scale: Scale = "full",
+) -> None:
+    """Train Llama-3-8B on all GPUs at longer and longer sequences.
+
+    Exit code 1 if ours does not train as the plain model does; nothing is measured then.
+    """
+    from rich.console import Console
+
+    from benchmarks import scale as suite
+
+    options: dict[str, Any] = {"gpus": gpus, "layers": layers, "lengths": length or (), "batch": batch, "steps": steps}
+    options |= {"modes": _listed(mode) or suite.MODES, "caps": suite.CAPS if cap_gib is None else cap_gib}
+    document = _told(lambda: suite.run(_place(device), out, scale=scale, **options))
+    for table in suite.tables(document):
+        Console().print(table)
+    if any(check["wrong"] for check in document["checks"].values()):
+        raise typer.Exit(1)
+
+
 @app.command("report")
 def report_command(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Where the other commands wrote.")],

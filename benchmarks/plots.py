@@ -1,4 +1,8 @@
-"""Plots of kernels: each candidate's part of the bound's rate, and time against size. Needs matplotlib."""
+"""Plots, which need matplotlib.
+
+Of kernels: each candidate's part of the bound's rate, and time against size. Of a model on many GPUs: speed and memory
+against the length of its sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ matplotlib.use("Agg")  # no display where this runs
 import matplotlib.pyplot as plt
 
 from benchmarks.peers import MODULES
+from benchmarks.scale import title
 
 #: One colour a candidate in every plot, told apart by people who see few colours too (Okabe and Ito, 2008).
 COLOURS = dict(
@@ -22,6 +27,45 @@ COLOURS = dict(
         strict=True,
     )
 )
+#: Of the ways in which a model is run; a mode has its package's colour.
+MODE_COLOURS = {"hf": COLOURS["eager"], "liger": COLOURS["liger"], "ours": COLOURS["ours"], "ours-low": "#000000"}
+
+
+def draw_all(kernels: dict[str, Any] | None, scale: dict[str, Any] | None, out: Path) -> Iterator[tuple[str, Path]]:
+    """Draw the results that are there; title and file of each plot."""
+    if kernels is not None:
+        yield from draw(kernels, out)
+    if scale is not None:
+        yield from draw_scale(scale, out)
+
+
+def draw_scale(found: dict[str, Any], out: Path) -> Iterator[tuple[str, Path]]:
+    """Draw a model on many GPUs, a plot for each number of GPUs, size and cap; those without a figure are left out."""
+    for row in found["rows"]:
+        if any("tokens_s" in cell for cells in row["modes"].values() for cell in cells.values()):
+            name = f"scale-{row['gpus']}x-{row['layers']}layers-batch{row['batch']}-cap{row['cap_gib']:g}.png"
+            yield f"{title(row)}: speed and memory", _against_length(row, out / name)
+
+
+def _against_length(row: dict[str, Any], path: Path) -> Path:
+    figure, grid = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axes, name, said in zip(grid, ("tokens_s", "peak_gib"), ("tokens/s a GPU", "peak GiB a GPU"), strict=True):
+        for mode, cells in row["modes"].items():
+            points = [(int(n), cells[n][name]) for n in sorted(cells, key=int) if cells[n].get(name) is not None]
+            # A line ends with the longest sequence that fits.
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", color=MODE_COLOURS[mode], label=mode)
+        if name == "peak_gib" and row["cap_gib"]:
+            axes.axhline(row["cap_gib"], color="black", linewidth=0.8, linestyle="--")
+        lengths = sorted({int(n) for cells in row["modes"].values() for n in cells})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens of a sequence")
+        axes.set_ylabel(said)
+    figure.suptitle(title(row))
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    return _save(figure, path)
 
 
 def draw(found: dict[str, Any], out: Path) -> Iterator[tuple[str, Path]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import host, kernels, preference, record, train
+from benchmarks import host, kernels, preference, record, scale, train
 from benchmarks.peers import MODULES
 
 FILE = "report.md"
@@ -133,11 +133,41 @@ def _train(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _scale(found: dict[str, Any]) -> list[str]:
+    lines = ["## An 8B model on all GPUs", "", *origin(found["about"])]
+    lines += ["FSDP2 by layer, bf16, fused AdamW, activations computed again; speed is that of one GPU."]
+    for ranks, check in found["checks"].items():
+        said = "; ".join(check["wrong"]) or "the plain model's losses, one plan"
+        lines.append(f"Checked on {ranks} ranks: {said}.")
+    for row in found["rows"]:
+        cells = [
+            [f"{int(length):,}", mode, *_scaled(row["modes"][mode][length], row["modes"].get("liger", {}).get(length))]
+            for length in scale.lengths_of(row)
+            for mode in row["modes"]
+            if length in row["modes"][mode]
+        ]
+        fits = ", ".join(f"{mode} {length:,}" for mode, length in row["longest"].items())
+        lines += ["", f"### {scale.title(row)[0].upper()}{scale.title(row)[1:]}", ""]
+        lines += table(["tokens", "mode", "tok/s", "over liger", "ms a step", "peak GiB", "reserved GiB"], cells)
+        lines += ["", f"Longest that fits: {fits or 'not known'}. {verdicts(row['targets'])}."]
+    return lines
+
+
+def _scaled(cell: dict[str, Any], liger: dict[str, Any] | None) -> list[str]:
+    """A length in a mode, from its speed on."""
+    if "tokens_s" not in cell:
+        return [scale.told(cell), "", "", "", ""]
+    ratio = f"{cell['tokens_s'] / liger['tokens_s']:.3f}" if liger and "tokens_s" in liger else ""
+    memory = ("" if cell[name] is None else f"{cell[name]:.1f}" for name in ("peak_gib", "reserved_gib"))
+    return [f"{cell['tokens_s']:,.0f}", ratio, f"{cell['ms']:.1f}", *memory]
+
+
 PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     kernels.FILE: _kernels,
     host.FILE: _host,
     preference.FILE: _preference,
     train.FILE: _train,
+    scale.FILE: _scale,
 }
 
 
@@ -160,10 +190,11 @@ def run(source: Path, out: Path, plots: bool = True) -> list[Path]:
     lines = ["# Measurements", ""]
     for name, document in found.items():
         lines += [*PARTS[name](document), ""]
-    if plots and kernels.FILE in found:
+    drawn = {name: content for name, content in found.items() if name in (kernels.FILE, scale.FILE)}
+    if plots and drawn:
         from benchmarks import plots as drawing
 
-        for title, path in drawing.draw(found[kernels.FILE], out):
+        for title, path in drawing.draw_all(drawn.get(kernels.FILE), drawn.get(scale.FILE), out):
             lines += [f"![{title}]({path.name})", ""]
             written.append(path)
     (out / FILE).write_text("\n".join(lines))
