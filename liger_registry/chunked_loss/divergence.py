@@ -84,8 +84,8 @@ class JensenShannon:
 class Cosine:
     """``beta * (1 - cos)`` of the angle between both rows of logits, whatever their temperature.
 
-    With the unit vectors ``u`` and ``v`` it is ``beta * |u - v|^2 / 2``, which is 0 with a gradient of 0 for equal
-    rows, where ``1 - u . v`` is a rounding.
+    By an operation of the registry, see ``ops.logit_cosine``, which has a cross-entropy of the student's logits from
+    the same walk over them.
 
     Attributes:
         beta: the factor.
@@ -97,24 +97,59 @@ class Cosine:
         self, student: Tensor, teacher: Tensor, counted: Tensor, temperature: float, factor: Tensor | None
     ) -> Tensor:
         """See ``Divergence``."""
-        dtype = wide(student.dtype)
-        losses = student.new_empty(student.shape[0], dtype=dtype)
-        for rows in pieces(student):
-            u, v = student[rows].to(dtype, copy=True), teacher[rows].to(dtype, copy=True)
-            length = u.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            u /= length
-            v /= v.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            v -= u
-            half = v.square().sum(-1, keepdim=True) / 2
-            # A row of zeros has no direction: the cosine is 0 by convention, and there is no gradient.
-            nothing = (u == 0).all(-1, keepdim=True)
-            half = torch.where(nothing, 1.0, half)
-            here = counted[rows, None]
-            losses[rows] = torch.where(here, self.beta * half, 0.0).squeeze(-1)
-            if factor is not None:
-                scale = torch.where(here & ~nothing, -self.beta * factor / length, 0.0)
-                student[rows] = v.add_(u.mul_(half)).mul_(scale).to(student.dtype)
-        return losses
+        return self._found(student, teacher, counted.long(), 0, factor, 1.0, None)[0]
+
+    def with_cross_entropy(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        factor: Tensor | None,
+        weights: tuple[float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """The losses of rows and their cross-entropies, each (rows,) in the wide dtype, 0 where rows do not count.
+
+        Args:
+            student: (rows, vocab); with a factor overwritten with the gradient of both sums times their weights and it.
+            teacher: (rows, vocab).
+            labels: (rows,), int64.
+            ignore_index: the label of rows that do not count.
+            factor: 0-dim in the wide dtype, or None where no gradient is wanted.
+            weights: of the losses and of the cross-entropies.
+        """
+        losses, nll = self._found(student, teacher, labels, ignore_index, factor, *weights)
+        assert nll is not None
+        return losses, nll
+
+    def _found(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        factor: Tensor | None,
+        soft: float,
+        hard: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The losses of rows, and their cross-entropies if those have a weight."""
+        gradient, cross_entropy = factor is not None, hard is not None
+        found = registry.get("logit_cosine")(
+            student,
+            teacher,
+            labels,
+            factor,
+            soft=self.beta * soft,
+            hard=0.0 if hard is None else hard,
+            cross_entropy=cross_entropy,
+            ignore_index=ignore_index,
+            gradient=gradient,
+            in_place=gradient,
+        )
+        distances, *others = found if isinstance(found, tuple) else (found,)
+        if gradient and others[-1].data_ptr() != student.data_ptr():  # it may work in place, it need not
+            student.copy_(others[-1])
+        return self.beta * distances, others[0] if cross_entropy else None
 
 
 @dataclass(frozen=True, slots=True)

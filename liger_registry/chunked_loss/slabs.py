@@ -1,7 +1,8 @@
 """Distillation over two output heads by slabs of rows: gradients are computed while a slab's logits are there.
 
 Three matrix products for the student and one for the teacher, around a divergence of both slabs and, where it is
-wanted, the cross-entropy of the student's. Memory is two slabs of logits, or three with the cross-entropy.
+wanted, the cross-entropy of the student's. Memory is two slabs of logits, or three with a cross-entropy that is not
+computed together with the divergence.
 
 What is done to a slab is an operation of the registry wherever it is none of the user's own. Products and slabs are
 those of ``fused_linear_jsd``, so that what was tuned for it, or pinned, decides how many rows a slab has.
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from liger_registry.autograd import once
-from liger_registry.chunked_loss.divergence import Divergence, pieces
+from liger_registry.chunked_loss.divergence import Cosine, Divergence, pieces
 from liger_registry.chunked_loss.head import Head
 from liger_registry.decision import HEURISTIC, REFERENCE
 from liger_registry.kernels.compact import compact
@@ -77,6 +78,16 @@ class Model:
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+def _together(job: Job, alike: bool) -> Cosine | None:
+    """The divergence that computes the cross-entropy too; None where both are apart.
+
+    Args:
+        job: what is computed.
+        alike: whether both vocabularies are of one size; the divergence has the logits of the larger one.
+    """
+    return job.divergence if isinstance(job.divergence, Cosine) and job.hard and alike else None
+
+
 def plan(job: Job, student: Model, teacher: Model, rows: int) -> tuple[int, bool]:
     """The rows of a slab, and whether the head's gradient is summed in fp32 over them.
 
@@ -86,13 +97,14 @@ def plan(job: Job, student: Model, teacher: Model, rows: int) -> tuple[int, bool
     """
     dtype = student.states.dtype
     narrow = wide(dtype) != dtype
+    apart = job.hard and _together(job, student.vocab == teacher.vocab) is None
 
     def wide_sums(size: int) -> bool:
         return narrow and (dtype == torch.float16 or -(-rows // size) > MOST_ROUNDINGS)
 
     def cost(size: int) -> int:
         columns = max(student.vocab, teacher.vocab)
-        slabs = columns * (dtype.itemsize * (1 + job.hard + (job.head.softcap is not None)))
+        slabs = columns * (dtype.itemsize * (1 + apart + (job.head.softcap is not None)))
         slabs += columns * teacher.states.dtype.itemsize
         sums = student.weight.numel() * 4 if wide_sums(size) else 0
         return min(size, rows) * slabs + sums + rows * student.states.shape[1] * dtype.itemsize
@@ -204,17 +216,26 @@ def _slab(
             for rows in pieces(raw):
                 target[rows] = transformed(source[rows], cap, scale).to(target.dtype)
     elif scale != 1:
-        student.mul_(scale)
-        teacher.mul_(scale)
-    slope = None
-    if job.hard:
+        # The angle between two rows does not depend on a positive scale, and nor does its derivative by raw logits.
+        angle = isinstance(job.divergence, Cosine) and scale > 0
+        scale = 1.0 if angle and not job.hard else scale
+        if scale != 1:
+            student.mul_(scale)
+        if not angle:
+            teacher.mul_(scale)
+    slope, both = None, _together(job, student.shape[1] == vocab)
+    if both is not None:
+        weights = float(job.weight_soft), float(job.weight_hard)
+        found = both.with_cross_entropy(student, teacher, labels, job.ignore_index, factor, weights)
+        soft, hard = found[0].sum(), found[1].sum()
+    elif job.hard:
         leaf = student[:, :vocab].detach().requires_grad_(factor is not None and job.weight_hard != 0)
         with torch.enable_grad():
             loss = registry.get("cross_entropy")(leaf, labels, ignore_index=job.ignore_index, reduction="sum")
         hard = loss.detach()
         if leaf.requires_grad and factor is not None:
             (slope,) = torch.autograd.grad(loss, leaf, factor * job.weight_hard)
-    if job.divergence is not None:
+    if job.divergence is not None and both is None:
         wanted = None if factor is None else factor * job.weight_soft
         soft = job.divergence(student, teacher, counted, job.temperature, wanted).sum()
     if factor is None:

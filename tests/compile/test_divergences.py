@@ -1,4 +1,4 @@
-"""The kernels of ``jsd``, ``kl_div``, ``tvd`` and ``logit_divergence`` compiled for GPUs that are not there."""
+"""The kernels of ``jsd``, ``kl_div``, ``tvd`` and their stages over logits compiled for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from liger_registry import Device
 from liger_registry._triton import kernel_parameters
 from liger_registry.compile import compile_record, fits, target_of
 from liger_registry.launch import record
-from liger_registry.ops import jsd, kl_div, logit_divergence, tvd
+from liger_registry.ops import jsd, kl_div, logit_cosine, logit_divergence, tvd
 
 BACKENDS = {"a100": "cuda", "h200": "cuda", "mi300x": "rocm"}
-OPS = {op.name: op for op in (jsd.OP, kl_div.OP, tvd.OP, logit_divergence.OP)}
+OPS = {op.name: op for op in (jsd.OP, kl_div.OP, tvd.OP, logit_divergence.OP, logit_cosine.OP)}
 
 
 def implementations(op, device):
@@ -54,7 +54,13 @@ def compile_all(name, op, descriptions):
 
 
 @pytest.mark.parametrize(
-    ("name", "op"), [("h200", "jsd"), pytest.param("mi300x", "logit_divergence", marks=pytest.mark.ci)]
+    ("name", "op"),
+    [
+        ("h200", "jsd"),
+        pytest.param("mi300x", "logit_divergence", marks=pytest.mark.ci),
+        pytest.param("mi300x", "logit_cosine", marks=pytest.mark.ci),
+        pytest.param("a100", "logit_cosine", marks=pytest.mark.ci),
+    ],
 )
 def test_heuristics_compile(name, op):
     compile_all(name, op, [next(iter(OPS[op].odd("bfloat16")))])

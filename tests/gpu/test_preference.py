@@ -219,3 +219,51 @@ def test_distillation(kind, dtype, weights):
     torch.testing.assert_close(loss.double(), truth, rtol=limit, atol=1e-3)
     for a, b in zip(torch.autograd.grad(loss, p.leaves(m)), torch.autograd.grad(truth, p.leaves(exact)), strict=True):
         assert error(a, b) < limit
+
+
+@pytest.mark.parametrize("implementation", ["row", "column_split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [32000, 32003])
+def test_cosine_of_wide_rows(implementation, dtype, vocab):
+    """In the place of strided logits; equal rows are exactly equal, and near ones keep their digits."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    memory = torch.randn(64, 32064, device="cuda", generator=generator) * 3
+    teacher = (memory + torch.randn(64, 32064, device="cuda", generator=generator))[:, :vocab].to(dtype)
+    student = memory.to(dtype)[:, :vocab]
+    teacher[:8] = student[:8]
+    teacher[8:16] = (student[8:16].float() * (1 + 1e-2 * torch.randn(8, vocab, device="cuda"))).to(dtype)
+    student[16] = 0
+    teacher[17] = 0
+    student[18], teacher[18] = torch.nan, torch.inf
+    labels = torch.randint(vocab, (64,), device="cuda", generator=generator)
+    labels[18] = p.IGNORED
+    exact = [t.double() for t in (student, teacher)]
+    scale = torch.tensor(4096.0, device="cuda")  # the smallest gradients are 1e-7, where fp16 has no digits
+    told = {"soft": 1.0, "hard": 0.0, "cross_entropy": True, "gradient": True}
+    right = registry.op("logit_cosine").reference(*exact, labels, scale, **told)
+    handle = registry.get("logit_cosine", implementation=implementation)
+    found = handle(student, teacher, labels, scale, in_place=True, **told)
+    assert found[2].data_ptr() == student.data_ptr()
+    distance, nll, slope = (t.double() for t in found)
+    assert not distance[:8].any()
+    assert not slope[:8].any()
+    torch.testing.assert_close(distance, right[0], rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(nll, right[1], rtol=1e-5, atol=0.0)
+    for rows in (slice(8, 16), slice(19, None)):
+        assert error(slope[rows], right[2][rows]) < (1e-4 if dtype == torch.float32 else 4e-3)
+    assert distance[16:19].tolist() == [1.0, 1.0, 0.0]
+    assert not slope[16:19].any()
+
+
+def test_peak_memory_of_the_cosine_with_a_cross_entropy():
+    """Two slabs of a quarter of the rows, the gradients, and slack; a third slab would be .49 GiB."""
+    states, weight, target = large(ignored=0.0)
+    ref = torch.randn_like(states), torch.randn_like(weight) * 0.02
+    loss = LigerFusedLinearCosineSimilarityLoss()
+
+    def step():
+        loss(states.flatten(0, 1), weight, ref[0].flatten(0, 1), ref[1], target.flatten()).backward()
+
+    held = (states.numel() + weight.numel()) * 2
+    slabs = 2 * 2048 * 128256 * 2
+    assert peak(step, states, weight) <= (held + slabs) / GIB + 0.1
